@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
@@ -188,7 +189,13 @@ class MetaModel:
             from transformers.utils.hub import cached_file
 
             config_path = cached_file(named, "config.json", revision=revision or MAIN)
-            config = AutoConfig.from_pretrained(named, revision=revision or MAIN, trust_remote_code=trust_remote_code)
+            own_config = getattr(model_class, "config_class", None)
+            if own_config is not None:  # it may be unknown to AutoConfig, or a part of the config in the folder
+                config = own_config.from_pretrained(named, revision=revision or MAIN)
+            else:
+                config = AutoConfig.from_pretrained(
+                    named, revision=revision or MAIN, trust_remote_code=trust_remote_code
+                )
             if config_path is None:
                 raise OSError("it has no config.json")
             folder = Path(config_path).parent
@@ -227,7 +234,8 @@ class MetaModel:
         """Return the model in eval mode with its weights allocated, but neither read nor initialised.
 
         Raises ModelError if it cannot be built in the state that `from_pretrained` would leave it in, as for
-        quantised models and models whose weights cannot be addressed by name.
+        quantised models, models whose weights cannot be addressed by name, and classes with their own
+        `from_pretrained`.
         """
         if self._quantised:
             raise ModelError(
@@ -235,6 +243,9 @@ class MetaModel:
             )
         with model_errors(self.source):
             abstract = self._build_on_meta()
+            if _has_own_loader(type(abstract)):
+                named = type(abstract).__name__
+                raise ModelError(f"{named} has its own from_pretrained, which may read other files or change weights")
             weights = _unread_weights(abstract, self.device)
         return self._with_weights(abstract, weights)
 
@@ -317,12 +328,13 @@ class MetaModel:
 
     def _build_on_meta(self) -> PreTrainedModel:
         """Return the model on the meta device."""
+        config = deepcopy(self.config)  # some models append to their config's lists each time they are built
         with torch.device("meta"):
             if hasattr(self.model_class, "from_config"):
                 code = {"trust_remote_code": True} if self.trust_remote_code else {}
-                model: PreTrainedModel = self.model_class.from_config(self.config, dtype=self.dtype, **code)
+                model: PreTrainedModel = self.model_class.from_config(config, dtype=self.dtype, **code)
             else:
-                model = self.model_class._from_config(self.config, dtype=self.dtype)  # type: ignore[attr-defined]
+                model = self.model_class._from_config(config, dtype=self.dtype)  # type: ignore[attr-defined]
         model.tie_weights()  # early versions of transformers skip this on the meta device
         return model
 
@@ -354,21 +366,45 @@ class _LazySlice:
         self._device = device
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Return an uninitialised tensor of the shape that the index selects."""
+        """Return a tensor of the shape that the index selects, with any content."""
         shape = self._like.detach()[index].shape
-        return (
-            self.tensor()
-            if shape == self._like.shape
-            else torch.empty(shape, dtype=self._like.dtype, device=self._device)
-        )
+        if shape == self._like.shape:
+            return self.tensor()
+        return self._create(torch.empty, shape)
 
     def get_shape(self) -> list[int]:
         """Return the full shape."""
         return list(self._like.shape)
 
     def tensor(self) -> torch.Tensor:
-        """Return an uninitialised tensor."""
-        return torch.empty_strided(self._like.shape, self._like.stride(), dtype=self._like.dtype, device=self._device)
+        """Return a tensor with any content."""
+        return self._create(torch.empty_strided, self._like.shape, self._like.stride())
+
+    def _create(self, create: Callable[..., torch.Tensor], *shape: Sequence[int]) -> torch.Tensor:
+        """Return an uninitialised tensor, but zeros for integers: leftover memory may contain addresses of the model's
+        own memory, which a capture refuses.
+        """
+        tensor = create(*shape, dtype=self._like.dtype, device=self._device)
+        if not self._like.dtype.is_floating_point:
+            tensor.data.zero_()  # without counting as a change of the weight
+        return tensor
+
+
+def _has_own_loader(model_class: type) -> bool:
+    from transformers import PreTrainedModel
+
+    bases = model_class.__mro__
+    return any("from_pretrained" in vars(base) for base in bases[: bases.index(PreTrainedModel)])
+
+
+def overwritten_weight(model: nn.Module) -> str | None:
+    """Return a weight that transformers changes in place after it was read; None if there is none.
+
+    `model` is one of `MetaModel.empty`, to which nothing else has been written. Some models set the row of the padding
+    token to zero, whatever the checkpoint has.
+    """
+    tensors = stored_tensors(model).items()
+    return next((name for name, tensor in tensors if local_tensor(tensor)._version), None)
 
 
 def stored_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ from torch import nn
 from rfork import settings as options
 from rfork._api import find_replaced_tensors, fork_with_fallbacks, resolve_settings
 from rfork.engines.arguments import canonical_model_name, check_tensor_parallel
-from rfork.engines.meta_model import MetaModel, collective_load_reason, stores_each_once
+from rfork.engines.meta_model import MetaModel, collective_load_reason, overwritten_weight, stores_each_once
 from rfork.engines.tensor_parallel import TensorParallel
 from rfork.errors import ModelError, RforkError, UnsupportedTensor
 from rfork.logs import logger
@@ -84,8 +84,9 @@ def fork_pretrained(
     If there is no source or the fork fails, the fallbacks are the snapshot, the safetensors files next to the
     config, then `from_pretrained`, which builds the model again after the memory of the first one is freed. With
     the setting `cross_layout`, instances with other layouts come before these files: engines, for example. With
-    `fail_if_not_forked`, no files but the snapshot are read. Quantised models are not forked:
-    `from_pretrained` loads them and they are not seeds; with `fail_if_not_forked` they are rejected.
+    `fail_if_not_forked`, no files but the snapshot are read. Quantised models, and classes with their own
+    `from_pretrained`, are not forked: `from_pretrained` loads them and they are not seeds; with
+    `fail_if_not_forked` they are rejected.
 
     Raises AllSourcesFailed if nothing worked, ModelError if the model does not exist or transformers
     cannot load it, and SettingsError if `tp` is not the number of processes.
@@ -109,7 +110,8 @@ def fork_pretrained(
     except ModelError as error:
         return _load_unforked(blueprint, chosen, error)
     named = name or chosen.model or canonical_model_name(source)
-    cross_layout = _cross_layout(blueprint, named, rank, chosen)
+    overwritten = overwritten_weight(model)
+    cross_layout = _cross_layout(blueprint, named, rank, chosen, overwritten)
     loaded: list[PreTrainedModel] = []
     started: list[Seed] = []
 
@@ -126,7 +128,7 @@ def fork_pretrained(
             lambda: folder_of(source, revision) if started and not started[0].adopts_version else None,
         )
     if chosen.fork_required_reason is None:
-        fallbacks += _fallbacks(blueprint, model, lambda: replace_with(blueprint.loaded))
+        fallbacks += _fallbacks(blueprint, model, overwritten, lambda: replace_with(blueprint.loaded))
     try:
         report = fork_with_fallbacks(
             model,
@@ -169,10 +171,13 @@ def _empty(blueprint: MetaModel) -> PreTrainedModel:
 
 
 def _cross_layout(
-    blueprint: MetaModel, model: str, rank: Rank | None, settings: InstanceSettings
+    blueprint: MetaModel, model: str, rank: Rank | None, settings: InstanceSettings, overwritten: str | None
 ) -> CrossLayout | None:
     """Return what reads the model from other layouts and serves it to them, if that is set."""
     if not settings.cross_layout:
+        return None
+    if overwritten is not None:
+        log.info("other layouts not supported", reason=f"transformers changes {overwritten} after it was read")
         return None
     from rfork.engines.cross_layout import CrossLayout
     from rfork.engines.pretrained_layout import PretrainedEngine
@@ -197,7 +202,9 @@ def _load_unforked(blueprint: MetaModel, settings: InstanceSettings, error: Rfor
     return blueprint.loaded()
 
 
-def _fallbacks(blueprint: MetaModel, model: PreTrainedModel, load: Callable[[], nn.Module]) -> list[Fallback]:
+def _fallbacks(
+    blueprint: MetaModel, model: PreTrainedModel, overwritten: str | None, load: Callable[[], nn.Module]
+) -> list[Fallback]:
     if not blueprint.loadable:
         return []
     # What needs no call to the hub was checked before.
@@ -205,6 +212,7 @@ def _fallbacks(blueprint: MetaModel, model: PreTrainedModel, load: Callable[[], 
     folder = blueprint.folder
     if (
         blueprint.parallel is None
+        and overwritten is None
         and blueprint.has_checkpoint
         and blueprint.loads_as_stored(model)
         and stores_each_once(folder, model)

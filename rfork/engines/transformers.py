@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rfork import settings as options
-from rfork.engines.meta_model import MetaModel, model_errors, stores_each_once
+from rfork.engines.meta_model import MetaModel, model_errors, overwritten_weight, stores_each_once
 from rfork.errors import CheckpointError, ModelError
 from rfork.receiver.fallback import Fallback, checkpoint_fallback, engine_fallback
 from rfork.settings import StorageSettings
@@ -43,8 +43,10 @@ class EmptyModel:
     def _checkpoint_fallback(self, checkpoint: str | Path) -> Fallback:
         location = Location.parse(checkpoint)
         is_local = location.scheme == "file" and Path(location.path).is_dir()
-        if self._blueprint.loads_as_stored(self.model) and (
-            not is_local or stores_each_once(Path(location.path), self.model)
+        if (
+            overwritten_weight(self.model) is None
+            and self._blueprint.loads_as_stored(self.model)
+            and (not is_local or stores_each_once(Path(location.path), self.model))
         ):
             return checkpoint_fallback(checkpoint, options.load(StorageSettings))
         if location.scheme != "file":

@@ -33,6 +33,8 @@ _Value = TypeVar("_Value")
 ADDRESS_TYPES = frozenset({torch.int64, torch.uint64})
 MAX_ADDRESSES = 1 << 16
 """Maximum elements of a tensor that may be a table of addresses."""
+BATCH_COUNTER = "num_batches_tracked"
+"""Buffer of torch's normalisation layers. It is never an address, but leftover memory in a module of `to_empty`."""
 WILDCARDS = frozenset("*?[")
 """Characters with a meaning in patterns of `fnmatch`."""
 DIGITS_PATTERN = re.compile(r"([0-9]+)")
@@ -331,6 +333,8 @@ def _refuse_addresses(tensors: Mapping[str, torch.Tensor], image: Image) -> None
     begins, ends = begins[order], (begins + np.array(image.runs.lengths, np.uint64))[order]
     for name, tensor in tensors.items():
         if tensor.dtype not in ADDRESS_TYPES or not tensor.is_cpu or not 0 < tensor.numel() <= MAX_ADDRESSES:
+            continue
+        if name.rpartition(".")[2] == BATCH_COUNTER:
             continue
         values = tensor.detach().reshape(-1).numpy().view(np.uint64)
         values = values[values != 0]

@@ -14,7 +14,14 @@ from typing import cast
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, LlamaForCausalLM, MixtralForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    ChineseCLIPConfig,
+    ChineseCLIPModel,
+    LlamaForCausalLM,
+    MixtralForCausalLM,
+    PreTrainedModel,
+)
 
 import rfork
 from rfork.errors import AllSourcesFailed, ModelError
@@ -160,6 +167,21 @@ def test_a_tied_weight_that_is_stored_twice(tmp_path: Path, *, equal: bool) -> N
     model, expected = rfork.fork_pretrained(folder), LlamaForCausalLM.from_pretrained(folder)
     assert torch.equal(expected.lm_head.weight, model.lm_head.weight)
     assert torch.equal(logits(expected), logits(model))
+
+
+def test_a_weight_that_transformers_changes_after_reading(settings: InstanceSettings, tmp_path: Path) -> None:
+    """It sets the row of the padding token to zero, and so only transformers can load the checkpoint."""
+    part = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = ChineseCLIPConfig(text_config={**part, "vocab_size": 128}, vision_config={**part, "image_size": 16})
+    trained = ChineseCLIPModel(config)
+    torch.nn.init.ones_(trained.text_model.embeddings.word_embeddings.weight)
+    trained.save_pretrained(tmp_path / "clip")
+    expected = ChineseCLIPModel.from_pretrained(tmp_path / "clip")
+    first = rfork.fork_pretrained(tmp_path / "clip", settings=settings)
+    second = rfork.fork_pretrained(without_weights(tmp_path / "clip", tmp_path / "bare" / "clip"), settings=settings)
+    assert ["fallback", "forked"] == [report(first).outcome, report(second).outcome]
+    assert model_checksum(expected) == model_checksum(first)
+    assert model_checksum(expected) == model_checksum(second)
 
 
 @pytest.mark.slow  # logic: tests/unit/receiver/test_planner_requests.py

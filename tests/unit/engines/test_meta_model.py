@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,14 @@ from transformers import (
     AutoConfig,
     AutoModel,
     BertForMaskedLM,
+    CLIPConfig,
+    CLIPModel,
+    CLIPTextConfig,
+    CLIPTextModel,
     DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     GPT2LMHeadModel,
+    LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     MixtralForCausalLM,
@@ -29,7 +35,7 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from rfork.engines.meta_model import MetaModel, model_errors
+from rfork.engines.meta_model import MetaModel, model_errors, overwritten_weight
 from rfork.errors import ModelError, SettingsError
 from rfork.image.capture import capture
 
@@ -235,6 +241,87 @@ def test_a_requested_class_replaces_that_of_the_config(tmp_path: Path) -> None:
         for model_class in (LlamaForSequenceClassification, AutoModel)
     ]
     assert ["LlamaForSequenceClassification", "LlamaModel"] == class_names
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_are_not_changed_after_reading(tmp_path: Path, name: str) -> None:
+    """Of these models, rfork may read the files."""
+    save_model(tmp_path, name)
+    assert overwritten_weight(MetaModel.of(tmp_path).empty()) is None
+
+
+def test_integers_are_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leftover memory in their place may contain addresses of other weights, and capture refuses those."""
+    save_model(tmp_path, "running statistics")
+    empty = torch.empty_strided
+    monkeypatch.setattr(torch, "empty_strided", lambda *args, **options: empty(*args, **options).fill_(7))
+    model = MetaModel.of(tmp_path).empty()
+    counters = [value for name, value in model.named_buffers() if name.endswith("num_batches_tracked")]
+    assert {0} == {int(value) for value in counters}
+
+
+class OwnConfig(LlamaConfig):
+    """A config that AutoConfig does not know."""
+
+    model_type = "own"
+
+
+class OwnModel(LlamaForCausalLM):
+    """A model of that config."""
+
+    config_class = OwnConfig
+
+
+def test_a_requested_class_reads_its_own_config(tmp_path: Path) -> None:
+    """As in `from_pretrained`: AutoConfig need not know it."""
+    OwnModel(OwnConfig.from_dict({**SMALL, **SPECIAL})).save_pretrained(tmp_path)
+    loaded, empty = OwnModel.from_pretrained(tmp_path), MetaModel.of(tmp_path, model_class=OwnModel).empty()
+    assert type(empty.config) is OwnConfig
+    assert state_of(loaded, tmp_path) == state_of(empty, tmp_path)
+
+
+def test_a_requested_class_may_be_a_part_of_the_model(tmp_path: Path) -> None:
+    """Its config is a part of the one in the folder."""
+    part = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = CLIPConfig(text_config={**part, "vocab_size": 128}, vision_config={**part, "image_size": 16})
+    CLIPModel(config).save_pretrained(tmp_path)
+    loaded, empty = CLIPTextModel.from_pretrained(tmp_path), MetaModel.of(tmp_path, model_class=CLIPTextModel).empty()
+    assert type(empty.config) is CLIPTextConfig
+    assert state_of(loaded, tmp_path) == state_of(empty, tmp_path)
+
+
+class AppendingModel(LlamaForCausalLM):
+    """A model that appends to a list of its config each time it is built, as LeViT does."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        config.stages.append(len(config.stages))
+
+
+def test_a_config_that_a_model_changes_is_changed_once(tmp_path: Path) -> None:
+    """It is built twice, and the first one has a config of its own."""
+    LlamaForCausalLM(LlamaConfig.from_dict({**SMALL, **SPECIAL, "stages": []})).save_pretrained(tmp_path)
+    loaded, empty = AppendingModel.from_pretrained(tmp_path), MetaModel.of(tmp_path, model_class=AppendingModel).empty()
+    assert [0] == loaded.config.stages
+    assert [0] == empty.config.stages
+
+
+class ScaledModel(LlamaForCausalLM):
+    """A model whose class changes the weights that it read."""
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **options: Any) -> Any:
+        """Load and scale the head."""
+        model = super().from_pretrained(*args, **options)
+        model.lm_head.weight.data.mul_(2)
+        return model
+
+
+def test_a_class_with_its_own_from_pretrained_is_rejected(tmp_path: Path) -> None:
+    """The error names it."""
+    save_model(tmp_path, "untied")
+    with pytest.raises(ModelError, match="ScaledModel has its own from_pretrained"):
+        MetaModel.of(tmp_path, model_class=ScaledModel).empty()
 
 
 def test_the_generation_config_of_the_folder_is_read(tmp_path: Path) -> None:

@@ -190,6 +190,14 @@ def test_attributes_of_a_reference_layout_are_kept() -> None:
     assert first == capture(module, like=first).layout
 
 
+def test_leftover_memory_in_a_counter_of_batches_is_no_table_of_addresses() -> None:
+    """A module of `to_empty` has it until it is filled."""
+    module = nn.BatchNorm1d(4)
+    assert module.num_batches_tracked is not None
+    module.num_batches_tracked.fill_(module.weight.data_ptr())
+    assert "num_batches_tracked" in names(module)
+
+
 def test_a_module_without_tensors_has_an_empty_image() -> None:
     """Its layout has no tensors and no bytes."""
     layout = capture(nn.Module()).layout

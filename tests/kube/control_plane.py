@@ -25,6 +25,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import ssl
 import subprocess
 import time
@@ -150,6 +151,18 @@ class Program:
         process.kill()
         process.wait()
 
+    def pause(self) -> None:
+        """Stop it with SIGSTOP until `resume`."""
+        self._send(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Continue it after `pause`. It may not be paused, or not be running."""
+        self._send(signal.SIGCONT)
+
+    def _send(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)
+
 
 class ControlPlane:
     """The running control plane. Not thread-safe."""
@@ -198,11 +211,16 @@ class ControlPlane:
 
     def kill_api_server(self) -> None:
         """Kill the API server with SIGKILL; its state stays in etcd."""
+        # A starting API server does not serve all groups yet. The controller manager would delete only the objects
+        # that it finds in a terminating namespace, and the namespace: the other objects would stay for ever, and
+        # other tests' controllers would act on them.
+        self._manager.pause()
         self._api_server.stop(kill=True)
 
     def start_api_server(self) -> None:
         """Start it on its previous port and wait until it is ready. Raises RuntimeError with its log."""
         self._api_server.start(f"{self.url}/readyz", self._client)
+        self._manager.resume()
 
     def client(self) -> httpx.Client:
         """Return an administrator's HTTP client for API paths (``/api/v1/…``). Close it after use."""

@@ -318,12 +318,16 @@ class AllSourcesFailed(ForkFailed):
 
 
 def without_frames(error: ErrorT) -> ErrorT:
-    """Remove the tracebacks of an error and of its causes; returns the error.
+    """Remove the tracebacks of an error and of the errors before it; returns the error.
 
     An error that is kept would otherwise keep the local variables of all callers, with a fork's module.
     """
-    each: BaseException | None = error
-    while each is not None:
-        each.__traceback__ = None
-        each = each.__cause__ or each.__context__
+    left: list[BaseException | None] = [error]
+    seen: set[int] = set()  # an error that was raised again may come before itself
+    while left:
+        each = left.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            each.__traceback__ = None
+            left += (each.__cause__, each.__context__)
     return error

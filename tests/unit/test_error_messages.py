@@ -6,7 +6,7 @@ import ssl
 
 import pytest
 
-from rfork.errors import ALL_TENSORS, SettingsError, SourceTimeout, UnsupportedTensor, reason_of
+from rfork.errors import ALL_TENSORS, SettingsError, SourceTimeout, UnsupportedTensor, reason_of, without_frames
 from rfork.settings import InstanceSettings, PlannerSettings, TlsSettings, load
 
 
@@ -80,3 +80,16 @@ def test_an_invalid_combination_names_its_variables(
         monkeypatch.setenv(name, value)
     with pytest.raises(SettingsError, match=f"^{expected}"):
         load(settings_class)
+
+
+def test_an_error_without_frames_has_no_traceback_before_it_either() -> None:
+    """Neither its cause nor the error that was handled when it was raised has one, even if it came before itself."""
+    first, second = SourceTimeout("first"), SourceTimeout("second")
+    with pytest.raises(SourceTimeout):
+        try:
+            raise first
+        except SourceTimeout:
+            raise second from ValueError("cause")
+    first.__context__ = second
+    assert second is without_frames(second)
+    assert {None} == {each.__traceback__ for each in (first, second)}

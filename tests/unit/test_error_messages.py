@@ -85,11 +85,15 @@ def test_an_invalid_combination_names_its_variables(
 def test_an_error_without_frames_has_no_traceback_before_it_either() -> None:
     """Neither its cause nor the error that was handled when it was raised has one, even if it came before itself."""
     first, second = SourceTimeout("first"), SourceTimeout("second")
-    with pytest.raises(SourceTimeout):
+
+    def fail() -> None:
         try:
             raise first
         except SourceTimeout:
             raise second from ValueError("cause")
+
+    with pytest.raises(SourceTimeout):
+        fail()
     first.__context__ = second
     assert second is without_frames(second)
     assert {None} == {each.__traceback__ for each in (first, second)}

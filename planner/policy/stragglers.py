@@ -78,7 +78,6 @@ def stragglers(group: GroupView, now: float) -> frozenset[str]:
         if (
             target.read_rate is not None
             and target.verified
-            and not target.slow
             and not links.reads_fast(target)
             and _has_backlog(parts, MIN_BACKLOG * target.chunk_count)
         ):
@@ -123,11 +122,11 @@ class ReadRates:
             if target.read_rate is not None
             and (reads := self._reads.get(target.instance_id))
             and not self.reads_fast(target)
-            and all(self._has_fast_link(source_id, target.instance_id) for source_id in reads)
+            and all(self._has_fast_link(source_id) for source_id in reads)
         }
 
-    def _has_fast_link(self, source_id: str, target_id: str) -> bool:
-        """Return True if a source receives, or sends to other targets than this one, at the speed of a link."""
+    def _has_fast_link(self, source_id: str) -> bool:
+        """Return True if a source receives, or sends to some target, at the speed of a link."""
         source = self._sources[source_id]
         if source.slow or self._link is None:
             return False
@@ -136,8 +135,8 @@ class ReadRates:
             share = min(1.0, sum(read.link_share for read in own.values()))
             if (source.active_rate or 0.0) >= max(FAST_LINK * share, FAST_READS) * self._link:
                 return True
-        others = [self._reads[name][source_id] for name in self._readers[source_id] if name != target_id]
-        return any(read.link_rate >= FAST_LINK * self._egress(source_id, self._link) for read in others)
+        fast = FAST_LINK * self._egress(source_id, self._link)
+        return any(self._reads[reader][source_id].link_rate >= fast for reader in self._readers[source_id])
 
     def _egress(self, source_id: str, link: float) -> float:
         """Return the rate at which a source sends over a fast link: its limit, if it has a lower one."""

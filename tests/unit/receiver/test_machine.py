@@ -414,17 +414,29 @@ def test_reads_from_two_peers_at_once_have_one_rate_together() -> None:
     assert pytest.approx({"a": MIB, "b": MIB}) == rates.by_source
 
 
-def test_the_rates_of_closed_peers_and_of_storage_are_not_reported() -> None:
-    """They show nothing about a link in use."""
+def test_the_rate_of_a_closed_peer_is_not_reported() -> None:
+    """It shows nothing about a link in use; the time after its failed read does not count."""
     harness = following("a")
-    harness.offer("a", (0, 1))
+    harness.offer("a", (0, 2))
     harness.now += 1.0
-    harness.fail_read("a", 0, SourceUnavailable("connection reset"))
+    harness.read("a", 0)
+    harness.now += 1.0
+    harness.fail_read("a", 1, SourceUnavailable("connection reset"))
+    rates = harness.machine.active_rates(harness.now)
+    assert {} == rates.by_source
+    assert rates == harness.machine.active_rates(harness.now + 10.0)
+
+
+def test_rates_of_storage_are_not_reported() -> None:
+    """They show nothing about a link."""
+    harness = MachineHarness()
     harness.plan(storage=[FILES])
     harness.open_storage(manifest=MANIFEST)
     harness.now += 1.0
     harness.read(name_of(FILES), 0)
-    assert {} == harness.machine.active_rates(harness.now).by_source
+    rates = harness.machine.active_rates(harness.now)
+    assert rates.total is None
+    assert {} == rates.by_source
 
 
 # -- failures and blame ---------------------------------------------------------------------------------

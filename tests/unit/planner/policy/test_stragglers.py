@@ -144,6 +144,25 @@ def test_a_relay_that_a_crowded_source_serves_slowly_proves_nothing() -> None:
     assert frozenset() == stragglers(group(seed("s", max_readers=4), *members, reads=reads), NOW)
 
 
+def test_a_relay_that_has_received_nothing_yet_proves_nothing() -> None:
+    """Its rate is an upper bound until its first chunk has arrived."""
+    assert frozenset() == tree({"c": FAST / 8, "d": FAST / 8}, a={"verified": ()})
+
+
+def test_a_target_with_one_source_that_may_be_slow_is_no_straggler() -> None:
+    """It reads slowly from both, and nothing shows that the second one is fast."""
+    reads: Reads = {**TREE, "c": {"a": ((0, 6),), "x": ((6, 12),)}, "x": {"y": ALL}, "g": {"c": ALL}}
+    found = []
+    for rate_of_x in (FAST / 8, FAST):
+        rates = dict.fromkeys("abd", HALF) | dict.fromkeys("ef", FAST) | {"c": FAST / 16, "x": rate_of_x}
+        members = [
+            member(name, 2, active_rate=rate, source_rates=dict.fromkeys(reads[name], rate))
+            for name, rate in rates.items()
+        ]
+        found.append(stragglers(group(seed("s"), seed("y"), *members, loading("g"), reads=reads), NOW))
+    assert [frozenset(), {"c"}] == found
+
+
 def test_a_target_that_reads_fast_from_all_sources_together_is_no_straggler() -> None:
     """Its own link limits the rate from each."""
     reads: Reads = {**TREE, "e": {"c": ((0, 6),), "d": ((6, 12),)}}

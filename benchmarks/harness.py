@@ -50,6 +50,8 @@ class Options:
     rounds: int
     json: Path | None
     plot: Path | None
+    only: str = ""
+    """Regular expression of the cases to run; only benchmarks with many long ones have the option."""
 
 
 def options(
@@ -59,10 +61,11 @@ def options(
     *,
     rounds: int = ROUNDS,
     quick_rounds: int = QUICK_ROUNDS,
+    has_only: bool = False,
 ) -> Options:
     """Parse the options common to all benchmarks; `arguments` default to the command line.
 
-    `rounds` and `quick_rounds` are the defaults without and with --quick.
+    `rounds` and `quick_rounds` are the defaults without and with --quick. `has_only`: offer --only.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{benchmark}",
@@ -75,9 +78,11 @@ def options(
     parser.add_argument("--rounds", type=int, help=f"rounds (default {rounds}, with --quick {quick_rounds})")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the table (needs matplotlib)")
+    if has_only:
+        parser.add_argument("--only", metavar="PATTERN", default="", help="run only the cases whose names match")
     parsed = parser.parse_args(arguments)
     chosen_rounds = parsed.rounds or (quick_rounds if parsed.quick else rounds)
-    return Options(benchmark, parsed.quick, chosen_rounds, parsed.json, parsed.plot)
+    return Options(benchmark, parsed.quick, chosen_rounds, parsed.json, parsed.plot, parsed.only if has_only else "")
 
 
 def timed(call: Callable[[], None]) -> Contender:

@@ -25,6 +25,7 @@ does.
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import subprocess
 import sys
@@ -47,9 +48,9 @@ ROUNDS = 5
 
 def main() -> None:
     """Run the benchmark, print the table and write the requested files."""
-    options = harness.options("engines", __doc__)
+    options = harness.options("engines", __doc__, has_only=True)
     harness.exit_on_sigterm()
-    runs: Runs = {case: [] for case in CASES}
+    runs: Runs = {case: [] for case in CASES if re.search(options.only, case.key)}
     failed: dict[str, str] = {}
     with (
         tempfile.TemporaryDirectory(prefix="rfork-engines-") as name,
@@ -63,7 +64,8 @@ def main() -> None:
                 if python_of(engine) is None:
                     failed[engine] = "not installed: make test-engines"
                     continue
-                _measure(processes, engine, options.rounds, runs, failed)
+                if any(case.engine == engine for case in runs):
+                    _measure(processes, engine, options.rounds, runs, failed)
         except SystemExit:  # ended early: report the results so far, with their number of runs
             failed["the rest"] = "ended before it finished"
     harness.publish(
@@ -91,12 +93,12 @@ def _measure(processes: EngineProcesses, engine: EngineName, rounds: int, runs: 
         variables: dict[str, Mapping[str, str]] = {"seed": {"RFORK_PLANNER": processes.planner}, "disk": {}}
         processes.start_planner()
         variables["snapshot"] = {"RFORK_PLANNER": processes.planner, "RFORK_SNAPSHOT": str(snapshot)}
-        if engine == "vllm":
+        if any((case.engine, case.checkpoint) == (engine, "tensorized") for case in runs):
             try:
                 processes.tensorize("tensorized")
             except EngineFailed as error:
                 failed["vllm: tensorizer, cold cache"] = _last(error)
-        cases = [case for case in CASES if case.engine == engine and case.key not in failed]
+        cases = [case for case in runs if case.engine == engine and case.key not in failed]
         for number in range(rounds):
             for case in cases if number % 2 == 0 else cases[::-1]:
                 if case.key in failed:

@@ -122,15 +122,14 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Options, LinkSettings
         metavar="N",
         help=f"fleet sizes [{' '.join(map(str, SIZES))}]",
     )
-    parser.add_argument("--only", metavar="PATTERN", help="run only the cases whose names match")
     parser.add_argument("--rounds", type=int, help=f"rounds [{ROUNDS}, with --quick {QUICK_ROUNDS}]")
     parsed, rest = parser.parse_known_args(arguments)
     quick = "--quick" in rest
     rounds = parsed.rounds or (QUICK_ROUNDS if quick else ROUNDS)
-    options = harness.options("fanout", __doc__, [*rest, "--rounds", str(rounds)])
+    options = harness.options("fanout", __doc__, [*rest, "--rounds", str(rounds)], has_only=True)
     cases = quick_cases() if quick and not parsed.targets else all_cases(parsed.targets or SIZES)
     size = (parsed.image_mib or (QUICK_IMAGE_MIB if quick else IMAGE_MIB)) << 20
-    selected = [case for case in cases if re.search(parsed.only or "", case.name)]
+    selected = [case for case in cases if re.search(options.only, case.name)]
     return options, LinkSettings(size, parsed.rate * 1e6, parsed.delay / 1000), selected
 
 

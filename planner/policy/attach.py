@@ -24,7 +24,7 @@ from planner.policy import reasons
 from planner.policy.chunk_split import merge_storage_reads, to_assignments
 from planner.policy.eligibility import YIELDS, ineligible_reason, no_data_reason, source_sort_key
 from planner.policy.plan_state import IDLE_LOAD, PlanState
-from planner.policy.source_selection import MAX_SOURCES, MAX_STRIPES, SourceOption, split_among
+from planner.policy.source_selection import MAX_CANDIDATES, MAX_STRIPES, SourceOption, split_among
 from planner.policy.starvation import is_delayed, is_worth_replan
 from planner.policy.transports import is_same_host_read, transport_cost
 from planner.policy.types import SLOW_FRACTION, ForkDemand, PlanDecision, Source, Storage
@@ -190,13 +190,12 @@ def _move_to_idle_seed(
         return kept
     delayed = [each for each in kept if not each[0].complete or state.readers(each[0].instance_id)]
     chunks = normalise(chunk for _, part in delayed for chunk in part)
-    if not is_worth_replan(chunks, target):
-        return kept
     idle = [
         source
         for source in candidates
         if source.complete
         and is_delayed(target, source)
+        and is_worth_replan(chunks, target, source)
         and weights_compatible(source, target)
         and state.load(source, target) <= IDLE_LOAD
         and state.free_slots(source, target)
@@ -290,15 +289,16 @@ def _source_options(
     no_free_slot: tuple[Range, ...] = ()
     left = unassigned
     excluded = bool(demand.excluded or demand.current_shares)
-    have_everything = 0
+    with_spare = examined = 0
     chunk = unassigned[-1][1] - 1 if demand.current_shares else None
     for source in sorted(
         candidates, key=lambda source: source_sort_key(state, source, target, excluded=excluded, chunk=chunk)
     ):
         if source.instance_id == target.instance_id:
             continue
-        if have_everything == MAX_STRIPES or (not left and len(options) > MAX_SOURCES):
+        if with_spare == MAX_STRIPES or (not left and examined >= MAX_CANDIDATES):
             break
+        examined += 1
         exclusion_reason = ineligible_reason(state, source, demand)
         available = () if exclusion_reason else state.available_chunks(source, unassigned, target)
         if not exclusion_reason and not available:
@@ -311,6 +311,6 @@ def _source_options(
         else:
             spare_egress = max(0.0, state.spare_egress(source, target) - kept_ids.get(source.instance_id, 0.0))
             options.append(SourceOption(source, available, spare_egress, transport_cost(source, target)))
-            have_everything += available == unassigned
+            with_spare += available == unassigned and spare_egress > IDLE_LOAD
             left = subtract(left, available)
     return options, intersect(no_free_slot, left)

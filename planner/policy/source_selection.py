@@ -13,8 +13,10 @@ from rfork.image.ranges import Range, count, intersect, subtract
 
 MAX_STRIPES: Final = 4
 """Maximum number of sources that one fork reads from concurrently by choice."""
-MAX_SOURCES: Final = 8
-"""Maximum number of sources per fork if none has everything."""
+MAX_CANDIDATES: Final = 64
+"""Number of candidates that are considered although those before them have all chunks together: they may have more
+egress to spare.
+"""
 MIN_USEFUL_SHARE: Final = 0.65
 """Fraction of a target's required speed that a single source must have to spare: one with a slow reader has 0.7."""
 

@@ -47,15 +47,19 @@ def is_starving(group: GroupReads, target: Source, idle_seed: Source) -> bool:
             continue
         if not source.complete or len(group.readers.get(share.source_id, ())) > 1:
             chunks += subtract(share.chunks, target.verified)
-    return is_worth_replan(chunks, target)
+    return is_worth_replan(chunks, target, idle_seed)
 
 
 def is_delayed(target: Source, idle_seed: Source) -> bool:
     """Return True if the target reads more slowly than a link allows, by its last report."""
-    link = max(target.ingress_rate or 0.0, idle_seed.ingress_rate or 0.0)
-    return target.read_rate is not None and target.read_rate < DELAYED_RATE * link
+    return target.read_rate is not None and _relative_rate(target, idle_seed) < 1
 
 
-def is_worth_replan(chunks: Iterable[Range], target: Source) -> bool:
-    """Return True if the target should request another plan for these chunks."""
-    return count(chunks) >= MIN_DELAYED * target.chunk_count
+def is_worth_replan(chunks: Iterable[Range], target: Source, idle_seed: Source) -> bool:
+    """Return True if the target should request another plan for these chunks: the fewer, the more slowly it reads."""
+    return count(chunks) > MIN_DELAYED * target.chunk_count * _relative_rate(target, idle_seed)
+
+
+def _relative_rate(target: Source, idle_seed: Source) -> float:
+    link = DELAYED_RATE * max(target.ingress_rate or 0.0, idle_seed.ingress_rate or 0.0)
+    return (target.read_rate or 0.0) / link if link else 1.0

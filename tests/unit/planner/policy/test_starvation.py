@@ -53,6 +53,21 @@ def test_a_target_that_is_nearly_complete_does_not_starve() -> None:
     assert not is_starving(fleet(complete), complete, IDLE)
 
 
+@pytest.mark.parametrize(
+    ("missing", "rate", "expected"),
+    [(3, LINK / 2, True), (2, LINK / 2, False), (2, LINK / 4, True), (1, LINK / 4, False), (1, 0.0, True)],
+)
+def test_the_fewer_chunks_are_missing_the_more_slowly_a_starving_target_reads(
+    missing: int, rate: float, expected: bool
+) -> None:
+    """A plan is worth its cost for the last chunk of 64 only if that chunk does not arrive."""
+    changes = {"chunk_count": 64, "ingress_rate": LINK}
+    member = loading("t", (0, 64 - missing), read_rate=rate, **changes)
+    idle = seed("idle", verified=((0, 64),), **changes)
+    view = group(idle, loading("a", (0, 3), **changes), member, reads={"t": {"a": ((0, 64),)}})
+    assert expected is is_starving(view, member, idle)
+
+
 def test_a_starving_target_moves_to_the_idle_seed() -> None:
     """It reads there what its relay would have read first."""
     view = fleet(target())

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from planner.policy.group_plan import plan, stragglers
 from planner.policy.types import ChunkShare, ForkDemand, GroupView, Source
+from rfork.image.ranges import Range
 from tests.unit.planner.builders import NOW, Reads, decide, group, loading, routes, seed
 
 ALL = ((0, 12),)
@@ -288,3 +289,22 @@ def test_a_target_that_lost_its_source_moves_near_the_seed() -> None:
     members = [member("a", 6, max_readers=2), member("b", 5), member("c", 4), member("x", 2, slow=True), member("d", 1)]
     fleet = group(seed("s", max_readers=1), *members, reads=reads)
     assert {"c": ((1, 12),)} == routes(plan(fleet, [replan(fleet, "d")], NOW)["fork-d"])
+
+
+def test_a_lost_source_is_replaced_by_one_with_spare_egress() -> None:
+    """The source that the target keeps has everything, but no egress to spare; relays that have one chunk, and will
+    receive no other, hide none that can serve all.
+    """
+    low, high, first = ((0, 6),), ((6, 12),), ((0, 1),)
+    partial = [f"p{index}" for index in range(9)]
+    reads: dict[str, dict[str, tuple[Range, ...]]] = {
+        **{name: {"s": ALL} for name in ("keeps", "above", "x")}, "below": {"above": ALL},
+        "t": {"x": low, "keeps": high}, "r0": {"keeps": low}, "r1": {"above": low}, "r2": {"below": low},
+        **{f"r-{name}": {name: low} for name in partial},
+    }  # fmt: skip
+    members = [
+        loading("keeps", (0, 3), max_readers=4), loading("above", (0, 3), max_readers=2), loading("below", (0, 2)),
+        loading("x", slow=True), loading("t"), *(loading(name, *first) for name in partial),
+    ]  # fmt: skip
+    fleet = group(seed("s", max_readers=3), *members, reads=reads)
+    assert {"below": low, "keeps": high} == routes(plan(fleet, [replan(fleet, "t")], NOW)["fork-t"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Final, NamedTuple
 
 from rfork.image.ranges import Range, count
@@ -49,7 +48,7 @@ class ChunkShare(NamedTuple):
     """For a target's own storage: a loader, which serves nothing until it has read everything."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Source:
     """One rank of an instance, as a source (or as the target itself)."""
 
@@ -92,20 +91,21 @@ class Source:
     holder: str | None = None
     """Holder that keeps its image without an engine; None for an engine."""
 
+    watermark: int = field(init=False, compare=False)
+    """Number of chunks that it can serve."""
+    complete: bool = field(init=False, compare=False)
+    """True if it has every chunk of final weights, so that it waits for no source."""
+
+    def __post_init__(self) -> None:
+        # Each source is compared with others several times in a plan.
+        watermark = count(self.verified)
+        object.__setattr__(self, "watermark", watermark)
+        object.__setattr__(self, "complete", self.weights_id is not None and watermark == self.chunk_count)
+
     @property
     def background(self) -> bool:
         """True for a holder's image: no engine waits for its fork, unless one reads from it."""
         return self.holder is not None
-
-    @cached_property
-    def watermark(self) -> int:
-        """Number of chunks that it can serve."""
-        return count(self.verified)
-
-    @cached_property
-    def complete(self) -> bool:
-        """True if it has every chunk of final weights, so that it waits for no source."""
-        return self.weights_id is not None and self.watermark == self.chunk_count
 
     @property
     def is_slow_relay(self) -> bool:

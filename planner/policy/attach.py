@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from planner.policy import reasons
 from planner.policy.chunk_split import merge_storage_reads, to_assignments
-from planner.policy.eligibility import YIELDS, ineligible_reason, no_data_reason, source_sort_key
+from planner.policy.eligibility import YIELDS, ineligible_reason, no_data_reason, source_order
 from planner.policy.plan_state import IDLE_LOAD, PlanState
 from planner.policy.source_selection import MAX_CANDIDATES, MAX_STRIPES, SourceOption, split_among
 from planner.policy.starvation import is_delayed, is_worth_replan
@@ -203,7 +203,7 @@ def _move_to_idle_seed(
     ]
     if not idle:
         return kept
-    seed = min(idle, key=lambda source: source_sort_key(state, source, target))
+    seed = min(idle, key=source_order(state, target))
     return [*(each for each in kept if each not in delayed), (seed, chunks)]
 
 
@@ -291,9 +291,7 @@ def _source_options(
     excluded = bool(demand.excluded or demand.current_shares)
     with_spare = examined = 0
     chunk = unassigned[-1][1] - 1 if demand.current_shares else None
-    for source in sorted(
-        candidates, key=lambda source: source_sort_key(state, source, target, excluded=excluded, chunk=chunk)
-    ):
+    for source in sorted(candidates, key=source_order(state, target, excluded=excluded, chunk=chunk)):
         if source.instance_id == target.instance_id:
             continue
         if with_spare == MAX_STRIPES or (not left and examined >= MAX_CANDIDATES):

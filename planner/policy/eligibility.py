@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from planner.policy.plan_state import PlanState
@@ -12,33 +13,41 @@ YIELDS: Final = "would delay engines: this fork is a prefetch"
 """Reason why a background fork may not read from a source now."""
 
 
-def source_sort_key(
-    state: PlanState, source: Source, target: Source, *, excluded: bool = False, chunk: int | None = None
-) -> tuple[bool, bool, bool, bool, float, int, int, bool, bool, int, str]:
-    """Return the sort key of a source; the lowest is read from first.
+SourceSortKey = tuple[bool, bool, bool, bool, float, int, int, bool, bool, int, str]
+
+
+def source_order(
+    state: PlanState, target: Source, *, excluded: bool = False, chunk: int | None = None
+) -> Callable[[Source], SourceSortKey]:
+    """Return the function that computes the sort key of a source; the lowest is read from first.
 
     A target that begins prefers the sources with the most progress. A target that lost its source only needs
     one that is ahead of it, and leaves the others to targets that need them. With `chunk`, it prefers sources that
     receive this chunk over few links.
     """
-    distance_key = distance(source.location, target.location)
+    location, target_watermark = target.location, target.watermark
     has_begun = bool(target.verified) or excluded
-    kernels, leaves_host = transport_cost(source, target)
-    complete, watermark = source.complete, source.watermark
-    load = state.load(source, target)
-    return (
-        source.is_slow_relay,
-        kernels,
-        distance_key > 0,
-        leaves_host,
-        round(load, 1) if load else 0.0,  # most are idle, and rounding takes longer than the rest of the key
-        distance_key,
-        0 if chunk is None else state.links(source, chunk),
-        has_begun and watermark < target.watermark,
-        not complete and not has_begun,
-        watermark if has_begun else -watermark,
-        source.instance_id,
-    )
+
+    def sort_key(source: Source) -> SourceSortKey:
+        distance_key = distance(source.location, location)
+        kernels, leaves_host = transport_cost(source, target)
+        watermark = source.watermark
+        load = state.load(source, target)
+        return (
+            source.is_slow_relay,
+            kernels,
+            distance_key > 0,
+            leaves_host,
+            round(load, 1) if load else 0.0,  # most are idle, and rounding takes longer than the rest of the key
+            distance_key,
+            0 if chunk is None else state.links(source, chunk),
+            has_begun and watermark < target_watermark,
+            not has_begun and not source.complete,
+            watermark if has_begun else -watermark,
+            source.instance_id,
+        )
+
+    return sort_key
 
 
 def ineligible_reason(state: PlanState, source: Source, demand: ForkDemand, *, reads: bool = False) -> str:

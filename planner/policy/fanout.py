@@ -17,7 +17,7 @@ from typing import Final
 
 from planner.policy import reasons, trees
 from planner.policy.chunk_split import merge_storage_reads, split, to_assignments
-from planner.policy.eligibility import ineligible_reason, source_sort_key
+from planner.policy.eligibility import ineligible_reason, source_order
 from planner.policy.plan_state import IDLE_LOAD, PlanState
 from planner.policy.source_selection import MAX_STRIPES
 from planner.policy.transports import transport_cost
@@ -76,7 +76,7 @@ def select_feeds(state: PlanState, demands: Sequence[ForkDemand], candidates: It
     demand, all_chunks = demands[0], _all_chunks(demands[0])
     idle: list[Source] = []
     halves: list[Source] = []
-    for source in sorted(candidates, key=lambda source: source_sort_key(state, source, demand.target)):
+    for source in sorted(candidates, key=source_order(state, demand.target)):
         if ineligible_reason(state, source, demand) or not state.free_slots(source, demand.target):
             continue
         load = state.load(source, demand.target)

@@ -70,23 +70,26 @@ class SourceBuckets:
         for scope in localities(location):
             buckets = self.scopes[scope]
             members = buckets[old]
-            del members[instance_id]
-            if not members:
+            if len(members) == 1:
+                # The only member: its bucket is moved with it.
                 del buckets[old]
-            buckets.setdefault(new, {})[instance_id] = None
+            else:
+                del members[instance_id]
+                members = {instance_id: None}
+            if (others := buckets.get(new)) is None:
+                buckets[new] = members
+            else:
+                others[instance_id] = None
 
-    def best(self, scope: Scope, limit: int) -> Iterator[str]:
-        """Yield the first `limit` members of a locality, best first."""
-        buckets = self.scopes.get(scope)
-        if buckets is None:
-            return
-        left = limit
+    def best(self, scope: Scope, limit: int) -> list[str]:
+        """Return the first `limit` members of a locality, best first."""
+        found: list[str] = []
+        buckets = self.scopes.get(scope, {})
         for bucket in sorted(buckets):
-            members = buckets[bucket]
-            yield from islice(members, left)
-            left -= len(members)
-            if left <= 0:
-                return
+            found += islice(buckets[bucket], limit - len(found))
+            if len(found) == limit:
+                break
+        return found
 
 
 def localities(location: HostLocation) -> tuple[Scope, ...]:
@@ -469,7 +472,7 @@ class GroupIndex:
         candidates: dict[str, None] = {}
         for layout_id in layouts:
             same_layout = [demand for demand in demands if demand.target.layout_id == layout_id]
-            candidates.update(dict.fromkeys(self._candidates(layout_id, same_layout, together)))
+            candidates |= dict.fromkeys(self._candidates(layout_id, same_layout, together))
         others = {name: len(members) for name, members in self._layouts.items() if name not in layouts}
         for name in others:
             candidates[min(list(self._layouts[name])[:MAX_ANYWHERE], key=self._score)] = None
@@ -547,14 +550,14 @@ class GroupIndex:
             return False
         return any(source.state != "draining" and source.holder is None for source in self.sources.values())
 
-    def _candidates(self, layout_id: str, demands: Sequence[ForkDemand], together: int) -> Iterator[str]:
+    def _candidates(self, layout_id: str, demands: Sequence[ForkDemand], together: int) -> list[str]:
         """Return members of a layout: those that read storage, and the best of each of the targets'
-        localities.
+        localities. Some are listed several times.
         """
         # Include those without a free slot: no other instance has to read what they read.
-        yield from [name for name in self._elected if self._is_provider(name, layout_id)][:MAX_ANYWHERE]
+        found = [name for name in self._elected if self._is_provider(name, layout_id)][:MAX_ANYWHERE]
         if any(demand.target.slow for demand in demands):
-            yield from [name for name in self._slow if self._is_provider(name, layout_id)][:MAX_SLOW]
+            found += [name for name in self._slow if self._is_provider(name, layout_id)][:MAX_SLOW]
         contents = [content for name, content in self._buckets_by_layout if name == layout_id]
         wanted_contents: dict[Content, list[ForkDemand]] = {}
         counts_by_content = self._contents.counts_for(layout_id)
@@ -568,8 +571,7 @@ class GroupIndex:
             begun = target.verified and (target.weights_id or target.provisional_id)
             own = (target.weights_id, None) if target.weights_id else (None, target.provisional_id)
             wanted_contents.setdefault(own if begun else best, []).append(demand)
-            for share in demand.current_shares:
-                yield share.source_id
+            found += [share.source_id for share in demand.current_shares]
         for content, same_content in wanted_contents.items():
             # A provisional content may be final by now, and a target that follows one by its plan alone has
             # not reported it yet. Where no seed serves the requested content, others may be reading other
@@ -578,19 +580,20 @@ class GroupIndex:
             accepts_others = not has_seed or any(demand.excluded for demand in same_content)
             matching = [name for name in contents if name == content or name[0] is None or accepts_others]
             for name in matching:
-                yield from self._nearby(
-                    self._buckets_by_layout[layout_id, name], same_content, max(len(same_content), together)
-                )
+                buckets = self._buckets_by_layout[layout_id, name]
+                found += self._nearby(buckets, same_content, max(len(same_content), together))
             if not matching:
                 for name in contents[:MAX_NEARBY]:
-                    yield from self._buckets_by_layout[layout_id, name].best(("all",), 1)
+                    found += self._buckets_by_layout[layout_id, name].best(("all",), 1)
+        return found
 
-    def _nearby(self, buckets: SourceBuckets, demands: Sequence[ForkDemand], together: int) -> Iterator[str]:
+    def _nearby(self, buckets: SourceBuckets, demands: Sequence[ForkDemand], together: int) -> list[str]:
         scopes = dict.fromkeys(scope for demand in demands for scope in localities(demand.target.location))
         limits = {"host": MAX_SAME_HOST, "all": MAX_ANYWHERE + together}
+        found: list[str] = []
         for scope in scopes:
-            max_members = limits.get(scope[0], MAX_NEARBY)
-            yield from buckets.best(scope, max_members)
+            found += buckets.best(scope, limits.get(scope[0], MAX_NEARBY))
+        return found
 
     def _is_provider(self, instance_id: str, layout_id: str) -> bool:
         source = self.sources.get(instance_id)

@@ -120,7 +120,7 @@ LATE_HEARTBEAT_FACTOR: Final = 1.5
 """Heartbeat intervals after which a heartbeat counts as missed; instances send one every 0.8 intervals."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class FaultAssessment:
     """Consequences of the faults that a fork has reported so far."""
 

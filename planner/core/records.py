@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 from planner.policy.types import HostLocation, Source, Storage
@@ -47,7 +47,7 @@ def _shared_key(model: str, version: str, rank_key: str) -> GroupKey:
     return GroupKey(model, version, rank_key)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Witness:
     """A reader that reports faults, with the attributes that distinguish it from other readers."""
 
@@ -67,7 +67,7 @@ class Witness:
         return self.host != other.host and (unknown or self.address != other.address)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Accusation:
     """A reader's statement that a source is at fault."""
 
@@ -94,7 +94,7 @@ def active_accusations(accusations: Iterable[Accusation], generation: int, now: 
     return tuple(each for each in accusations if each.generation == generation and now < each.until)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class InstanceRecord:
     """An instance's last report, and what the planner and other instances know about it."""
 
@@ -129,25 +129,38 @@ class InstanceRecord:
     """Accusations by readers, oldest first."""
     contradiction_count: int = 0
     """Number of its own accusations that other readers contradicted."""
+    group: GroupKey = field(init=False, compare=False)
+    """Group that it may share weights with."""
+    source: Source = field(init=False, compare=False)
+    """Instance as input of the policy."""
+
+    def __post_init__(self) -> None:
+        # The index of every store needs both, and a plan reads them often.
+        object.__setattr__(self, "group", _shared_key(self.report.model, self.version, self.report.rank.key))
+        object.__setattr__(self, "source", self._source())
 
     @property
     def version(self) -> str:
         """Version of its weights, or of those it is receiving; empty until resolved."""
         return self.report.version or self.resolved_version
 
-    @cached_property
-    def group(self) -> GroupKey:
-        """Group that it may share weights with."""
-        return _shared_key(self.report.model, self.version, self.report.rank.key)
-
     @property
     def expires_at(self) -> float:
         """Time at which it is forgotten."""
         return self.seen_at + self.ttl_s
 
-    @cached_property
-    def source(self) -> Source:
-        """Instance as input of the policy."""
+    def view(self, now: float) -> InstanceInfo:
+        """Return the instance as listed by the API."""
+        report, state = self.report, self.source.state
+        return InstanceInfo(
+            report=report if report.state == state else report.model_copy(update={"state": state}),
+            version=self.version or None,
+            age_s=max(0.0, now - self.seen_at),
+            quarantined=self.quarantine if now < self.quarantined_until else None,
+            accused=next((each.reason for each in active_accusations(self.accusations, report.generation, now)), None),
+        )
+
+    def _source(self) -> Source:
         report, placement = self.report, self.report.placement
         return Source(
             instance_id=report.instance_id,
@@ -176,17 +189,6 @@ class InstanceRecord:
             holder=report.holder,
         )
 
-    def view(self, now: float) -> InstanceInfo:
-        """Return the instance as listed by the API."""
-        report, state = self.report, self.source.state
-        return InstanceInfo(
-            report=report if report.state == state else report.model_copy(update={"state": state}),
-            version=self.version or None,
-            age_s=max(0.0, now - self.seen_at),
-            quarantined=self.quarantine if now < self.quarantined_until else None,
-            accused=next((each.reason for each in active_accusations(self.accusations, report.generation, now)), None),
-        )
-
 
 @lru_cache(1024)
 def _policy_storage(offers: tuple[StorageCandidate, ...]) -> tuple[Storage, ...]:
@@ -194,7 +196,7 @@ def _policy_storage(offers: tuple[StorageCandidate, ...]) -> tuple[Storage, ...]
     return tuple(Storage(offer.kind, offer.uri, offer.origin, offer.weights_id) for offer in offers)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SourceFaultRecord:
     """Reason why a fork avoids an instance for some time."""
 
@@ -210,7 +212,7 @@ class SourceFaultRecord:
         return now < self.until and self.generation in (None, generation)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RouteRecord:
     """One route of a fork's plan: chunks of one generation of one peer."""
 
@@ -220,7 +222,7 @@ class RouteRecord:
     generation: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ForkRecord:
     """One fork, from its first request until some time after it ends."""
 
@@ -254,11 +256,11 @@ class ForkRecord:
     """Owner of its instance when it was planned."""
     holder: str | None = None
     """Holder that fetches the image without an engine; None for an engine."""
+    group: GroupKey = field(init=False, compare=False)
+    """Group that it may share weights with."""
 
-    @cached_property
-    def group(self) -> GroupKey:
-        """Group that it may share weights with."""
-        return _shared_key(self.model, self.version, self.rank.key)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "group", _shared_key(self.model, self.version, self.rank.key))
 
     @property
     def live(self) -> bool:
@@ -340,7 +342,7 @@ class HolderRecord:
         return HolderInfo(report=self.report, age_s=max(0.0, now - self.seen_at), wanted=wanted)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StoreChange:
     """Records to write, and ids to remove, atomically."""
 

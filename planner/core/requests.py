@@ -33,7 +33,7 @@ NO_LEASE_KEYS: Final = (
 """Reason why a seed gets no readers: it would reject all of them."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PlanContext:
     """A validated request, with its target's record and the faults of its sources."""
 

@@ -23,7 +23,7 @@ class ReplicaConflict(Exception):
     """A rank has another version of its own than its replica."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class VersionResolution:
     """The resolved version of a fork; `note` states the reason if it is not the target's own."""
 

@@ -122,7 +122,7 @@ class ContentCount(NamedTuple):
     generation: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class GroupView:
     """One rank of one model: all instances that have it or are receiving it.
 
@@ -169,7 +169,7 @@ class GroupView:
     """Number of instances that serve another version of this model and rank, by version, for reasons."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ForkDemand:
     """A fork that needs a plan."""
 
@@ -193,7 +193,7 @@ class RouteAssignment(NamedTuple):
     transports: tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PlanDecision:
     """Reads of one target from peers and from its own storage; if there are none, `reason` explains why."""
 

@@ -39,7 +39,7 @@ class Codec(Generic[Record]):
         self._record_type: type[Record] = record_type
         hints = get_type_hints(record_type)
         self._parts: dict[str, TypeAdapter[Any]] = {
-            each.name: _adapter(hints[each.name]) for each in dataclasses.fields(record_type)
+            each.name: _adapter(hints[each.name]) for each in _stored_fields(record_type)
         }
         self._defaults = dict(_defaults(record_type))
 
@@ -113,6 +113,11 @@ class InstanceCodec(Codec[InstanceRecord]):
         return changes
 
 
+def _stored_fields(record_type: type[Record]) -> list[dataclasses.Field[Any]]:
+    """Return the fields from which a record is made; it derives the others from them."""
+    return [each for each in dataclasses.fields(record_type) if each.init]
+
+
 def _adapter(annotation: Any) -> TypeAdapter[Any]:
     """Return the adapter of one field; infinite times are preserved."""
     config = ConfigDict(ser_json_inf_nan="constants")
@@ -120,7 +125,7 @@ def _adapter(annotation: Any) -> TypeAdapter[Any]:
 
 
 def _defaults(record_type: type[Record]) -> Iterator[tuple[str, Any]]:
-    for each in dataclasses.fields(record_type):
+    for each in _stored_fields(record_type):
         if each.default is not dataclasses.MISSING:
             yield each.name, each.default
         elif each.default_factory is not dataclasses.MISSING:

@@ -192,7 +192,9 @@ UNPLANNED_SHARE: Final = 0.5
 
 
 class ReaderSlots:
-    """The readers of every member. They outlive its record: a silent member may come back."""
+    """The readers of the members that have any, as few of a large group do. They outlive a member's record: it may
+    come back.
+    """
 
     def __init__(self) -> None:
         self.readers: dict[str, dict[str, float]] = {}
@@ -203,27 +205,26 @@ class ReaderSlots:
         """Those readers that stay within the member's host, by instance_id."""
         self._unplanned_readers: dict[str, tuple[str, ...]] = {}  # by instance_id
 
-    def unplanned_readers(self, instance_id: str) -> tuple[str, ...] | None:
-        """Return the unplanned readers that a member reported last; None if it is not a member."""
-        return self._unplanned_readers.get(instance_id)
+    def unplanned_readers(self, instance_id: str) -> tuple[str, ...]:
+        """Return the unplanned readers that a member reported last."""
+        return self._unplanned_readers.get(instance_id, ())
 
     def set_unplanned_readers(self, instance_id: str, unplanned_readers: tuple[str, ...]) -> None:
         """Assign slots to the unplanned readers that a member reports, and release those that it no longer
         reports.
         """
+        before = self._unplanned_readers.pop(instance_id, ())
+        if not (before or unplanned_readers):
+            return
         readers, current = self.readers.setdefault(instance_id, {}), set(unplanned_readers)
-        for name in self._unplanned_readers.get(instance_id, ()):
+        for name in before:
             if name not in current and readers.get(name) == UNPLANNED_SHARE:
                 del readers[name]
         for name in unplanned_readers:
             readers.setdefault(name, UNPLANNED_SHARE)
-        self._unplanned_readers[instance_id] = unplanned_readers
-
-    def remove_member(self, instance_id: str) -> None:
-        """Remove a member; its planned readers keep their slots."""
-        self.set_unplanned_readers(instance_id, ())
-        del self._unplanned_readers[instance_id]
-        if not self.readers[instance_id]:
+        if unplanned_readers:
+            self._unplanned_readers[instance_id] = unplanned_readers
+        if not readers:
             del self.readers[instance_id]
 
     def add_reader(self, fork: ForkRecord, chunks: int, speed: float) -> None:
@@ -249,7 +250,7 @@ class ReaderSlots:
             readers = self.readers.get(route.source_id)
             if readers is not None and readers.pop(fork.fork_id, None) is not None:
                 released.append(route.source_id)
-                if not readers and route.source_id not in self._unplanned_readers:
+                if not readers:
                     del self.readers[route.source_id]
         return released
 
@@ -369,21 +370,23 @@ class GroupIndex:
         if same and old is not None and self._same_index_entry(old, source):
             self.sources[instance_id] = source
             return
+        joins_layout = old is None or (source.layout_id, source.holder) != (old.layout_id, old.holder)
+        joins_host = old is None or (source.location.host, source.holder) != (old.location.host, old.holder)
         if old is not None:
             self._unindex(instance_id)
-            if (source.layout_id, source.holder) != (old.layout_id, old.holder):
+            if joins_layout:
                 self._leave_layout(instance_id)
-            if (source.location.host, source.holder) != (old.location.host, old.holder):
+            if joins_host:
                 self._leave_host(instance_id)
         self.sources[instance_id] = source
-        self._join_host(source)
+        if joins_host:
+            self._join_host(source)
+        if joins_layout:
+            self._join_layout(source)
         if source.slow:
             self._slow[instance_id] = None
         else:
             self._slow.pop(instance_id, None)
-        self._layouts.setdefault(source.layout_id, {})[instance_id] = None
-        if source.holder is None:
-            self._engines.setdefault(source.layout_id, {})[instance_id] = None
         self._reader_slots.set_unplanned_readers(instance_id, tuple(unplanned_readers))
         if missing != (instance_id in self._missing):
             self._set_missing(instance_id, missing)
@@ -404,7 +407,8 @@ class GroupIndex:
             self._leave_host(instance_id)
             del self.sources[instance_id]
             self._slow.pop(instance_id, None)
-        self._reader_slots.remove_member(instance_id)
+        # Its planned readers keep their slots.
+        self._reader_slots.set_unplanned_readers(instance_id, ())
         self._missing.discard(instance_id)
 
     def apply_plan(self, fork: ForkRecord) -> None:
@@ -697,6 +701,11 @@ class GroupIndex:
             del self._members_by_host[host]
         if host in self.shared_hosts and not any(self.sources[name].background for name in members):
             del self.shared_hosts[host]
+
+    def _join_layout(self, source: Source) -> None:
+        self._layouts.setdefault(source.layout_id, {})[source.instance_id] = None
+        if source.holder is None:
+            self._engines.setdefault(source.layout_id, {})[source.instance_id] = None
 
     def _leave_layout(self, instance_id: str) -> None:
         layout_id = self.sources[instance_id].layout_id

@@ -155,7 +155,7 @@ def _frozen_view(group: GroupView) -> GroupView:
     return replace(
         group,
         sources=dict(group.sources),
-        readers={name: dict(readers) for name, readers in group.readers.items() if readers},
+        readers={name: dict(readers) for name, readers in group.readers.items()},
         same_host_readers={name: frozenset(forks) for name, forks in group.same_host_readers.items()},
         shares=dict(group.shares),
         content_counts=None if group.content_counts is None else dict(group.content_counts),

@@ -35,13 +35,12 @@ def test_a_straggler_uses_less() -> None:
 
 
 def test_a_slot_is_released_once() -> None:
-    """Sources that are not members are removed; members remain without readers."""
+    """Sources without readers have no table."""
     slots = ReaderSlots()
-    slots.set_unplanned_readers("far", ())
     slots.add_reader(READING, CHUNKS, 1.0)
     assert ["near", "far"] == slots.release(READING)
     assert [] == slots.release(READING)
-    assert {"far": {}} == slots.readers
+    assert {} == slots.readers
     assert {} == slots.local
 
 
@@ -63,9 +62,9 @@ def test_planned_readers_outlive_the_member() -> None:
     slots = ReaderSlots()
     slots.set_unplanned_readers("far", ("x",))
     slots.add_reader(READING, CHUNKS, 1.0)
-    slots.remove_member("far")
+    slots.set_unplanned_readers("far", ())
     assert {"f": 0.5} == slots.readers["far"]
-    assert slots.unplanned_readers("far") is None
+    assert () == slots.unplanned_readers("far")
 
 
 def test_holders_are_counted_by_layout_and_content() -> None:

@@ -142,9 +142,9 @@ def test_a_fork_counts_as_a_reader_until_it_ends() -> None:
     known = state()
     known.apply(StoreChange(instances=(instance("s"), instance("t"), instance("of-x")), forks=(reading("x", "s"),)))
     known.apply(StoreChange(forks=(reading("x", "t"),)))
-    during = {name: set(readers) for name, readers in known.group(GROUP).readers.items() if readers}
+    during = {name: set(readers) for name, readers in known.group(GROUP).readers.items()}
     known.apply(StoreChange(forks=(reading("x", "t", ended=True),)))
-    after = {name: set(readers) for name, readers in known.group(GROUP).readers.items() if readers}
+    after = {name: set(readers) for name, readers in known.group(GROUP).readers.items()}
     assert {"t": {"x"}} == during
     assert {} == after
 

@@ -12,20 +12,20 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.memory_reserve import memory_field
+
 STATUS, MAPS, CLEAR_REFS = (Path("/proc/self") / name for name in ("status", "maps", "clear_refs"))
-MEMINFO = Path("/proc/meminfo")
 RESET_PEAK = "5"
-SPARE = 1 << 30
 
 
 def resident() -> int:
     """Return the bytes of this process that are in memory now (VmRSS)."""
-    return _field(STATUS, "VmRSS")
+    return memory_field(STATUS, "VmRSS")
 
 
 def peak_resident() -> int:
     """Return the peak since `reset_peak` (VmHWM)."""
-    return _field(STATUS, "VmHWM")
+    return memory_field(STATUS, "VmHWM")
 
 
 def reset_peak() -> None:
@@ -37,35 +37,6 @@ def cpu_seconds() -> float:
     """Return the CPU time, user and system, of this process and its finished children."""
     usages = (resource.getrusage(usage_scope) for usage_scope in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
-
-
-class MemoryReserve:
-    """Memory that is allocated and written to between runs, and freed right before each.
-
-    A virtual machine may return free memory to its host within seconds, and get it back page by page when it
-    is written to, at a tenth of the speed of memory and less. Memory that was just freed has not been
-    returned yet, so the next run does not pay for it.
-    """
-
-    def __init__(self) -> None:
-        self._area: mmap.mmap | None = None
-
-    def acquire(self, size: int) -> int:
-        """Allocate `size` bytes, or what is free except for a GiB, so that the page cache loses nothing."""
-        self.release()
-        size = min(size, _field(MEMINFO, "MemFree") - SPARE)
-        if size <= 0:
-            return 0
-        self._area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._area.madvise(mmap.MADV_HUGEPAGE)
-        np.frombuffer(self._area, dtype=np.uint8)[:: mmap.PAGESIZE] = 1
-        return size
-
-    def release(self) -> None:
-        """Free the memory."""
-        if self._area is not None:
-            self._area.close()
-            self._area = None
 
 
 def touch(tensors: Mapping[str, torch.Tensor]) -> int:
@@ -112,10 +83,3 @@ def are_mapped(tensors: Mapping[str, torch.Tensor]) -> bool:
         if index >= 0 and tensor.data_ptr() < ends[index]:
             return True
     return False
-
-
-def _field(path: Path, name: str) -> int:
-    for line in path.read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) << 10
-    raise KeyError(name)

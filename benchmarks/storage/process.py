@@ -22,9 +22,10 @@ from multiprocessing.context import ForkServerContext
 
 import torch
 
+from benchmarks.memory_reserve import MemoryReserve
 from benchmarks.storage.cases import Bucket, Destination, Load, LoadMeasurement, LoadTarget, StorageContender
 from benchmarks.storage.images import StoredImage, Tensors, digests_of, fingerprint, shapes_of
-from benchmarks.storage.memory import MemoryReserve, are_mapped, cpu_seconds, peak_resident, reset_peak, resident, touch
+from benchmarks.storage.memory import are_mapped, cpu_seconds, peak_resident, reset_peak, resident, touch
 from rfork.errors import RforkError
 
 RESULT_TIMEOUT_S = 300.0

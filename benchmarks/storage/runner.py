@@ -8,6 +8,7 @@ from multiprocessing.context import ForkServerContext
 
 from benchmarks import harness
 from benchmarks.harness import Contender as Timed
+from benchmarks.memory_reserve import MemoryReserve
 from benchmarks.storage import limits, other_loaders, process, rfork_loader
 from benchmarks.storage.cases import (
     ALL_DESTINATIONS,
@@ -23,7 +24,6 @@ from benchmarks.storage.cases import (
     StorageResult,
 )
 from benchmarks.storage.images import DENSE, FileFormat, StoredImage, bytes_of, shapes_of
-from benchmarks.storage.memory import MemoryReserve
 from benchmarks.storage.page_cache import make_cold, make_warm
 from benchmarks.storage.process import LoadFailed, LoadJob
 

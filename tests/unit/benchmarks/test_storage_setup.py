@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.memory_reserve import MemoryReserve
 from benchmarks.storage.cases import LoadTarget
 from benchmarks.storage.images import (
     StoredImage,
@@ -19,7 +20,7 @@ from benchmarks.storage.images import (
     split_shards,
 )
 from benchmarks.storage.limits import BLOCK_BYTES, split_jobs
-from benchmarks.storage.memory import MemoryReserve, are_mapped, resident, spans, touch
+from benchmarks.storage.memory import are_mapped, resident, spans, touch
 from benchmarks.storage.other_loaders import load_named
 from benchmarks.storage.page_cache import PAGE, cached_bytes, make_cold, make_warm
 from rfork.errors import RforkError
@@ -167,7 +168,7 @@ def test_tensors_reach_their_destination(tmp_path: Path) -> None:
 def test_the_reserve_is_allocated_from_free_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It must not evict the page cache; one GiB stays free."""
     meminfo = tmp_path / "meminfo"
-    monkeypatch.setattr("benchmarks.storage.memory.MEMINFO", meminfo)
+    monkeypatch.setattr("benchmarks.memory_reserve.MEMINFO", meminfo)
     reserve = MemoryReserve()
 
     def reserve_with(kib: int) -> int:
@@ -187,7 +188,7 @@ def test_the_reserve_is_resident_until_released(monkeypatch: pytest.MonkeyPatch,
     """The process's resident memory shows it."""
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemFree: 2097152 kB\n")
-    monkeypatch.setattr("benchmarks.storage.memory.MEMINFO", meminfo)
+    monkeypatch.setattr("benchmarks.memory_reserve.MEMINFO", meminfo)
     reserve, size = MemoryReserve(), 64 << 20
     before = resident()
     reserve.acquire(size)

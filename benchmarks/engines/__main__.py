@@ -16,6 +16,10 @@ which maps the seed's memory. The seed is the same engine, idle, with `--load-fo
 run early and reports the results so far. "remote_instance" is SGLang's own R-Fork over Mooncake's TCP.
 Contenders that could not run are listed below the table.
 
+Until an engine begins to load, this process keeps as much memory allocated as two images, and then frees it: a
+virtual machine returns free memory to its host within seconds, and gets it back at a tenth of the speed of memory.
+No contender should pay for that by chance.
+
 `engine_fork_vs_disk_cold` is the worse engine's time to weights from a seed over http, divided by its default
 loader's with a cold cache; `…_same_host` is that of forks that map the seed's memory. "limit" is the time to
 send as many bytes over one loopback socket, and the time to write as much new memory, which every loader
@@ -57,6 +61,7 @@ def main() -> None:
         EngineProcesses(Path(name)) as processes,
     ):
         size = write_model(processes.folder / "model", quick=options.quick)
+        processes.image_bytes = size
         without_weights(processes.folder / "model", processes.folder / "bare" / "model")
         limits = [(socket_seconds(size), memory_seconds(size)) for _ in range(options.rounds)]
         try:

@@ -14,11 +14,15 @@ import os
 import re
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 PROMPT = "The capital of France is"
 TOKENS = 4
+LOADING: Mapping[str, str] = MappingProxyType({"vllm": "BENCH_LOADS", "sglang": "Load weight begin"})
+"""Output of each engine's process at the moment from which its weights' time counts."""
 ELAPSED = re.compile(r"Load weight end\. elapsed=([0-9.]+) s")
 
 
@@ -40,6 +44,7 @@ def _vllm(options: dict[str, Any]) -> None:
     @functools.wraps(get_model)
     def timed(**keywords: Any) -> Any:
         get_model_loader(keywords["vllm_config"].load_config)  # imported before the clock starts
+        print(LOADING["vllm"], flush=True)
         began = time.monotonic()
         model = get_model(**keywords)
         seconds.append(time.monotonic() - began)

@@ -9,6 +9,8 @@ import socket
 import threading
 import time
 
+from benchmarks.memory_reserve import MemoryReserve
+
 STEP = 4 << 20
 
 
@@ -43,7 +45,10 @@ def memory_seconds(size: int) -> float:
     """
     cores = len(os.sched_getaffinity(0))
     part = -(-size // cores)
-    with mmap.mmap(-1, part * cores) as memory:
+    reserve = MemoryReserve()
+    reserve.acquire(size)
+    reserve.release()
+    with mmap.mmap(-1, part * cores, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         start_barrier = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         threads = [
             threading.Thread(target=ctypes.memset, args=(start_barrier + core * part, 1, part)) for core in range(cores)

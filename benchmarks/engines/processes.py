@@ -17,13 +17,17 @@ from pathlib import Path
 import httpx
 
 from benchmarks.engines.cases import RFORK, EngineCase, EngineName, EngineRun
+from benchmarks.engines.engine_process import LOADING
+from benchmarks.memory_reserve import MemoryReserve
 from rfork.errors import RforkError
 
 ROOT = Path(__file__).parents[2]
 SET_UP = ROOT / "tests" / "engines" / "setup"
 PYTHONS: Mapping[EngineName, str] = {"vllm": "RFORK_TEST_VLLM_PYTHON", "sglang": "RFORK_TEST_SGLANG_PYTHON"}
 START_S = 300.0
-POLL_INTERVAL_S = 0.1
+POLL_INTERVAL_S = 0.02
+RESERVED_IMAGES = 2
+"""Memory kept for a run, in images: for its weights, and for the page cache of its files."""
 COMMON: Mapping[str, str] = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -93,6 +97,8 @@ class EngineProcesses:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.image_bytes = 0
+        """Size of the model: children find as much memory that the machine has not given away."""
         self.planner = ""
         self._stack = contextlib.ExitStack()
         self._count = 0
@@ -118,6 +124,8 @@ class EngineProcesses:
         if python is None:
             raise EngineFailed(f"{case.engine} is not installed", hint="make test-engines")
         self._count += 1
+        reserve = MemoryReserve()
+        reserve.acquire(RESERVED_IMAGES * self.image_bytes)
         log = self.folder / f"{self._count:03}-{case.engine}.log"
         arguments = {**ARGUMENTS[case.engine], FOLDER[case.engine]: str(self.folder / self._arguments(case))}
         body = json.dumps(
@@ -140,12 +148,13 @@ class EngineProcesses:
                 start_new_session=True,
             )
         try:
-            yield process.pid, _wait_for_result(process, log, case)
+            yield process.pid, _wait_for_result(process, log, case, reserve)
             if process.stdin is not None:
                 process.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(30)
         finally:
+            reserve.release()
             _end(process)
 
     def start_planner(self) -> None:
@@ -220,11 +229,17 @@ class EngineProcesses:
         self._stack.close()
 
 
-def _wait_for_result(process: subprocess.Popen[bytes], log: Path, case: EngineCase) -> EngineRun:
+def _wait_for_result(
+    process: subprocess.Popen[bytes], log: Path, case: EngineCase, reserve: MemoryReserve
+) -> EngineRun:
+    """Return the result, and release the reserve when the engine begins to load."""
     until = time.monotonic() + case.limit_s
     while True:
         ended = process.poll() is not None
-        for line in log.read_text(errors="replace").splitlines():
+        output = log.read_text(errors="replace")
+        if LOADING[case.engine] in output:
+            reserve.release()
+        for line in output.splitlines():
             if line.startswith("BENCH "):
                 result = json.loads(line.removeprefix("BENCH "))
                 return EngineRun(**{**result, "tokens": tuple(result["tokens"])})

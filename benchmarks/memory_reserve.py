@@ -1,4 +1,4 @@
-"""Memory that a benchmark keeps allocated between runs, so that no run pays for memory that the machine gave away."""
+"""Memory that a benchmark keeps allocated between runs, so that none pays for memory that was returned to the host."""
 
 from __future__ import annotations
 

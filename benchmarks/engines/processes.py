@@ -98,7 +98,7 @@ class EngineProcesses:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.image_bytes = 0
-        """Size of the model: children find as much memory that the machine has not given away."""
+        """Size of the model: children find that much memory that was not returned to the host."""
         self.planner = ""
         self._stack = contextlib.ExitStack()
         self._count = 0

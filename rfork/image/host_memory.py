@@ -82,8 +82,8 @@ def advise_huge_pages(address: int, length: int) -> int:
 def populate(views: Sequence[memoryview]) -> None:
     """Let the kernel allocate the pages of writable views that are about to be overwritten completely.
 
-    One call for each view costs less than a page fault for each of its pages: a target's memory is new, so an engine
-    had its weights over HTTP 4 to 8 % sooner. Changes no content. Best effort: before Linux 5.14 it does nothing.
+    One call for each view costs less than a page fault for each of its pages, and a target's memory is new. Changes
+    no content. Best effort: before Linux 5.14 it does nothing.
     """
     if not sys.platform.startswith("linux"):
         return

@@ -13,25 +13,28 @@ import argparse
 import json
 import os
 import platform
+import re
 import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from rfork.errors import MissingExtra
+from rfork.errors import MissingExtra, SettingsError
 
 Value = str | int | float | bool | None
 Row = Mapping[str, Value]
+CaseT = TypeVar("CaseT")
 Contender = Callable[[], float]
 """One measured run; returns its seconds."""
 
@@ -62,15 +65,18 @@ def options(
     rounds: int = ROUNDS,
     quick_rounds: int = QUICK_ROUNDS,
     has_only: bool = False,
+    own: argparse.ArgumentParser | None = None,
 ) -> Options:
     """Parse the options common to all benchmarks; `arguments` default to the command line.
 
     `rounds` and `quick_rounds` are the defaults without and with --quick. `has_only`: offer --only.
+    `own`: the parser of the benchmark's own options, without help, for those in the help.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{benchmark}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[own] if own is not None else [],
     )
     parser.add_argument(
         "--quick", action="store_true", help="smaller or fewer contenders, and fewer rounds: within a minute or two"
@@ -79,10 +85,28 @@ def options(
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the table (needs matplotlib)")
     if has_only:
-        parser.add_argument("--only", metavar="PATTERN", default="", help="run only the cases whose names match")
+        parser.add_argument(
+            "--only", metavar="PATTERN", type=_pattern, default="", help="run only the cases whose names match"
+        )
     parsed = parser.parse_args(arguments)
     chosen_rounds = parsed.rounds or (quick_rounds if parsed.quick else rounds)
     return Options(benchmark, parsed.quick, chosen_rounds, parsed.json, parsed.plot, parsed.only if has_only else "")
+
+
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a regular expression: {error}") from None
+    return text
+
+
+def selected(cases: Iterable[CaseT], options: Options, name: Callable[[CaseT], str]) -> list[CaseT]:
+    """Return the cases whose names match `--only`. Raises SettingsError if there is none."""
+    found = [case for case in cases if re.search(options.only, name(case))]
+    if not found:
+        raise SettingsError(f"no case matches --only {options.only}", hint="without it, the table shows all names")
+    return found
 
 
 def timed(call: Callable[[], None]) -> Contender:

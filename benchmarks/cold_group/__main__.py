@@ -24,7 +24,6 @@ Needs root, `ip`, `tc` and `weed`; without them it prints the reason and measure
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
 from statistics import median
 from typing import Final
@@ -79,23 +78,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[Options, int, float, list[ColdGroupCase]]:
     """Parse the common benchmark options, the image size, the link rate and the cases."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.cold_group", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cold_group", add_help=False)
     parser.add_argument("--image-mib", type=int, help=f"image size in MiB [{IMAGE_MIB}]")
     parser.add_argument(
         "--rate", type=float, default=RATE_MBIT, help=f"link rate in Mbit/s in each direction [{RATE_MBIT:g}]"
     )
     parser.add_argument("--count", type=int, default=COUNT, metavar="N", help=f"processes [{COUNT}]")
-    parser.add_argument("--only", metavar="PATTERN", help="run only the cases whose names match")
-    parser.add_argument("--rounds", type=int, help=f"rounds [{ROUNDS}, with --quick {QUICK_ROUNDS}]")
     parsed, rest = parser.parse_known_args(arguments)
-    quick = "--quick" in rest
-    rounds = parsed.rounds or (QUICK_ROUNDS if quick else ROUNDS)
-    options = harness.options("cold_group", __doc__, [*rest, "--rounds", str(rounds)])
-    size = (parsed.image_mib or (QUICK_IMAGE_MIB if quick else IMAGE_MIB)) << 20
-    cases = [case for case in all_cases(parsed.count) if re.search(parsed.only or "", case.name)]
+    options = harness.options(
+        "cold_group", __doc__, rest, rounds=ROUNDS, quick_rounds=QUICK_ROUNDS, has_only=True, own=parser
+    )
+    size = (parsed.image_mib or (QUICK_IMAGE_MIB if options.quick else IMAGE_MIB)) << 20
+    cases = harness.selected(all_cases(parsed.count), options, lambda case: case.name)
     return options, size, parsed.rate * 1e6, cases
 
 

@@ -29,7 +29,6 @@ does.
 from __future__ import annotations
 
 import contextlib
-import re
 import shutil
 import subprocess
 import sys
@@ -54,7 +53,7 @@ def main() -> None:
     """Run the benchmark, print the table and write the requested files."""
     options = harness.options("engines", __doc__, has_only=True)
     harness.exit_on_sigterm()
-    runs: Runs = {case: [] for case in CASES if re.search(options.only, case.key)}
+    runs: Runs = {case: [] for case in harness.selected(CASES, options, lambda case: case.key)}
     failed: dict[str, str] = {}
     with (
         tempfile.TemporaryDirectory(prefix="rfork-engines-") as name,
@@ -151,4 +150,4 @@ if __name__ == "__main__":
     try:
         main()
     except RforkError as error:
-        raise SystemExit(str(error)) from None
+        raise SystemExit(f"{error}\n{error.hint}".strip()) from None

@@ -25,7 +25,6 @@ Needs root, `ip` and `tc`; without them it prints the reason and measures nothin
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -106,10 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[Options, LinkSettings, list[FanoutCase]]:
     """Parse the common benchmark options, the link settings and the cases."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.fanout", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fanout", add_help=False)
     parser.add_argument("--image-mib", type=int, help=f"image size in MiB [{IMAGE_MIB}]")
     parser.add_argument(
         "--rate", type=float, default=RATE_MBIT, help=f"link rate in Mbit/s in each direction [{RATE_MBIT:g}]"
@@ -122,14 +118,13 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Options, LinkSettings
         metavar="N",
         help=f"fleet sizes [{' '.join(map(str, SIZES))}]",
     )
-    parser.add_argument("--rounds", type=int, help=f"rounds [{ROUNDS}, with --quick {QUICK_ROUNDS}]")
     parsed, rest = parser.parse_known_args(arguments)
-    quick = "--quick" in rest
-    rounds = parsed.rounds or (QUICK_ROUNDS if quick else ROUNDS)
-    options = harness.options("fanout", __doc__, [*rest, "--rounds", str(rounds)], has_only=True)
-    cases = quick_cases() if quick and not parsed.targets else all_cases(parsed.targets or SIZES)
-    size = (parsed.image_mib or (QUICK_IMAGE_MIB if quick else IMAGE_MIB)) << 20
-    selected = [case for case in cases if re.search(options.only, case.name)]
+    options = harness.options(
+        "fanout", __doc__, rest, rounds=ROUNDS, quick_rounds=QUICK_ROUNDS, has_only=True, own=parser
+    )
+    cases = quick_cases() if options.quick and not parsed.targets else all_cases(parsed.targets or SIZES)
+    size = (parsed.image_mib or (QUICK_IMAGE_MIB if options.quick else IMAGE_MIB)) << 20
+    selected = harness.selected(cases, options, lambda case: case.name)
     return options, LinkSettings(size, parsed.rate * 1e6, parsed.delay / 1000), selected
 
 

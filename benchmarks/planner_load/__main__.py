@@ -103,7 +103,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Options, int]:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planner_load", add_help=False)
     parser.add_argument("--ranks", type=int, default=0, help="measure one planner with this many ranks instead")
     chosen, rest = parser.parse_known_args(arguments)
-    return harness.options("planner_load", __doc__, rest), chosen.ranks
+    return harness.options("planner_load", __doc__, rest, own=parser), chosen.ranks
 
 
 def fleets(quick: bool) -> list[LoadFleet]:

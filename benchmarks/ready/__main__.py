@@ -91,10 +91,10 @@ class ReadyBench:
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[harness.Options, Sequence[EngineName]]:
     """Parse the common benchmark options and the engine."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--engine", choices=ENGINES)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ready", add_help=False)
+    parser.add_argument("--engine", choices=ENGINES, help="measure only this one")
     chosen, rest = parser.parse_known_args(arguments)
-    options = harness.options("ready", __doc__, rest, rounds=ROUNDS, quick_rounds=QUICK_ROUNDS)
+    options = harness.options("ready", __doc__, rest, rounds=ROUNDS, quick_rounds=QUICK_ROUNDS, own=parser)
     engines = [chosen.engine] if chosen.engine else ENGINES[:1] if options.quick else ENGINES
     return options, engines
 

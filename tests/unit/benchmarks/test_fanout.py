@@ -13,6 +13,7 @@ from benchmarks.fanout.messages import FanoutCommand, FanoutResponse
 from benchmarks.fanout.node import module_of
 from benchmarks.fanout.results import figures, limit_row, rows_of, warnings
 from benchmarks.netlab import Traffic
+from rfork.errors import SettingsError
 from rfork.image.capture import capture
 from rfork.image.memory import image_sha256
 
@@ -133,6 +134,24 @@ def test_cases_can_be_selected_by_name() -> None:
     """The pattern is a regular expression."""
     _, _, cases = parse(["--targets", "3", "7", "--only", " 7$"])
     assert [FanoutCase("rfork", 7), FanoutCase("star", 7), FanoutCase("doubling", 7)] == cases
+
+
+def test_a_pattern_that_selects_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also one that is no regular expression; nothing is measured."""
+    with pytest.raises(SettingsError, match="no case matches --only sixteen"):
+        parse(["--only", "sixteen"])
+    with pytest.raises(SystemExit):
+        parse(["--only", "("])
+    assert "'(' is not a regular expression" in capsys.readouterr().err
+
+
+def test_the_help_lists_common_and_own_options(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each option once."""
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    shown = capsys.readouterr().out.partition("options:")[2]
+    options = ("--quick", "--rounds", "--json", "--only", "--image-mib", "--rate", "--targets")
+    assert [1] * len(options) == [shown.count(f"  {option} ") for option in options]
 
 
 @pytest.mark.parametrize("size", [1, 4096, (9 << 20) + 5])

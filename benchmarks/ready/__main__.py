@@ -18,6 +18,8 @@ interleaved, every second round in reverse order; all tokens must be equal.
 The other columns are the phases of the start: imports (all processes of the engine), its initialisation, the build of
 the empty model, and what belongs to the weights: rfork's checks, the fork's own phases, or the engine's loader
 ("load"); then the engine's warm-up and the first token. "weights s" is the sum of those that belong to the weights.
+Until an engine begins to load, memory is kept for it as in `benchmarks.engines`.
+
 "floor" is the larger of "start-up alone" and, if the weights come from another host, "transfer alone". `--plot` draws
 all phases as a timeline. The quick form is vLLM, the shaped link and one round; `--engine` selects another.
 
@@ -111,6 +113,7 @@ def main() -> None:
         size = write_model(folder / "model", quick=False)
         without_weights(folder / "model", folder / "bare" / "model")
         with ReadyLab(folder) as lab:
+            lab.image_bytes = size
             bench = ReadyBench(lab, engines, links)
             try:
                 for link in links:

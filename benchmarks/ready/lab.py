@@ -18,7 +18,16 @@ from typing import Final
 from typing_extensions import Self
 
 from benchmarks.engines.cases import EngineName
-from benchmarks.engines.processes import COMMON, ROOT, VARIABLES, EngineFailed, inherited_environment, python_of
+from benchmarks.engines.processes import (
+    COMMON,
+    RESERVED_IMAGES,
+    ROOT,
+    VARIABLES,
+    EngineFailed,
+    inherited_environment,
+    python_of,
+)
+from benchmarks.memory_reserve import MemoryReserve
 from benchmarks.netlab import NetworkLab
 from benchmarks.ready.cases import OPEN, Link, ReadyCase
 from benchmarks.ready.phases import Start, marks_of, start_of
@@ -38,6 +47,8 @@ TOKENS: Final = 4
 MODEL: Final = "bench"
 HOLDER_MEMORY: Final = "8GB"
 MARKS = Path(__file__).parent / "start_marks"
+LOADS: Final = '"name": "loads"'
+"""Part of the mark of the moment at which an engine begins to load."""
 RFORK: Final = (sys.executable, "-m", "rfork")
 
 OPTIONS: Mapping[EngineName, Sequence[str]] = {
@@ -70,6 +81,9 @@ class ReadyLab:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.image_bytes = 0
+        """Size of the model: engines find that much memory that was not returned to the host."""
+        self._reserve = MemoryReserve()
         self._lab = NetworkLab([PLANNER, SEED, TARGET])
         self._count = 0
         self._holder: subprocess.Popen[str] | None = None
@@ -88,6 +102,7 @@ class ReadyLab:
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._reserve.release()
         self._lab.__exit__(error_type, error, trace)
 
     def shape(self, link: Link) -> None:
@@ -158,6 +173,7 @@ class ReadyLab:
             command = [*RFORK, "launch", "--", *command]
             environment["RFORK_PREFETCH"] = "auto" if case.weights == "prefetch" else "off"
         known = self._instances(TARGET)
+        self._reserve.acquire(RESERVED_IMAGES * self.image_bytes)
         try:
             with log.open("w") as output:
                 began = time.monotonic()
@@ -234,7 +250,13 @@ class ReadyLab:
             client = self._lab.start(
                 host, [*program, f"http://127.0.0.1:{SERVER_PORT}{path}", json.dumps(bodies)], output=output
             )
-        _wait(lambda: client.poll() is not None, process, log, f"{engine} on {host}")
+
+        def has_answered() -> bool:
+            if LOADS in log.read_text(errors="replace"):
+                self._reserve.release()
+            return client.poll() is not None
+
+        _wait(has_answered, process, log, f"{engine} on {host}")
         return FirstToken(**json.loads(answers.read_text()))
 
     def _end(self, host: str) -> None:

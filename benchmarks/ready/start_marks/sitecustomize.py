@@ -56,6 +56,8 @@ def marked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapper(*arguments: Any, **keywords: Any) -> Any:
         began = time.monotonic()
+        if name == "load":
+            mark("loads", began)
         result = function(*arguments, **keywords)
         report = {}
         if name == "fork":

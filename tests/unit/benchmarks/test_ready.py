@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.ready.cases import COLD, FORK, OPEN, PREFETCH, RESTART, SHAPED, START_UP, WARM, ReadyCase, cases_of
+from benchmarks.ready.lab import LOADS
 from benchmarks.ready.phases import PHASES, Mark, Phase, Start, marks_of, start_of
 from benchmarks.ready.table import figures, floor_s, limit_row, row
 from benchmarks.ready.timeline import draw
@@ -186,7 +187,7 @@ MODULE = "def get_model(folder):\n    return folder\n"
 
 
 def test_marks_are_printed_for_the_calls_of_an_engine(tmp_path: Path) -> None:
-    """The engine's functions return what they returned before."""
+    """The engine's functions return what they returned before; the first mark is printed when the load begins."""
     package = tmp_path / "vllm" / "v1" / "worker"
     package.mkdir(parents=True)
     (package / "cpu_model_runner.py").write_text(MODULE)
@@ -199,5 +200,6 @@ def test_marks_are_printed_for_the_calls_of_an_engine(tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    assert ["load"] == [mark.name for mark in marks_of(done.stderr)]
+    assert ["loads", "load"] == [mark.name for mark in marks_of(done.stderr)]
+    assert LOADS in done.stderr.splitlines()[0]
     assert "folder" in done.stdout.splitlines()

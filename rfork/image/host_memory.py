@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import mmap
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Final
 
 HUGE_PAGE = 2 << 20
 MADV_HUGEPAGE = 14
-MADV_POPULATE_WRITE: Final = 23
 PYBUF_WRITE = 0x200
 SMALL_COPY_BYTES = 64 << 10
 """Size below which a plain copy is fastest. Larger copies release the interpreter lock."""
-MIN_POPULATED_BYTES: Final = 256 << 10
-"""Smaller memory is populated by its first write."""
 MIN_MAPPED_BYTES: Final = 64 << 10
 """Smaller allocations never get a mapping of their own: it would cost the kernel more, for as long as it exists."""
 _M_TRIM_THRESHOLD: Final = -1
@@ -76,31 +72,13 @@ def advise_huge_pages(address: int, length: int) -> int:
     """
     if not sys.platform.startswith("linux"):
         return 0
-    return _advise(address, length, HUGE_PAGE, MADV_HUGEPAGE)
-
-
-def populate(views: Sequence[memoryview]) -> None:
-    """Let the kernel allocate the pages of writable views that are about to be overwritten completely.
-
-    One call for each view costs less than a page fault for each of its pages, and a target's memory is new. Changes
-    no content. Best effort: before Linux 5.14 it does nothing.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    for view in views:
-        if view.nbytes >= MIN_POPULATED_BYTES:
-            _advise(_address(view), view.nbytes, mmap.PAGESIZE, MADV_POPULATE_WRITE)
-
-
-def _advise(address: int, length: int, page_bytes: int, advice: int) -> int:
-    """Advise the kernel about the complete pages in this memory. Return their bytes, or 0 if it does not accept it."""
-    begin = -(-address // page_bytes) * page_bytes
-    aligned_bytes = (address + length) // page_bytes * page_bytes - begin
+    begin = -(-address // HUGE_PAGE) * HUGE_PAGE
+    aligned_bytes = (address + length) // HUGE_PAGE * HUGE_PAGE - begin
     if aligned_bytes <= 0:
         return 0
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return aligned_bytes if madvise(begin, aligned_bytes, advice) == 0 else 0
+    return aligned_bytes if madvise(begin, aligned_bytes, MADV_HUGEPAGE) == 0 else 0
 
 
 def _address(view: memoryview) -> int:

@@ -31,7 +31,7 @@ from rfork.cuda.device import TorchDevices, cuda_driver, current_work, device_of
 from rfork.errors import SourceWeightsChanged, TargetError
 from rfork.image import ranges
 from rfork.image.digest import LEAF_BYTES, digest_bytes, digest_plan, digest_views, gpu_kernel
-from rfork.image.host_memory import host_view, populate
+from rfork.image.host_memory import host_view
 from rfork.image.layout import Layout, Manifest
 from rfork.image.leaf_plan import Column, LeafPlan, leaf_plan
 from rfork.image.staging import CPU, STEP_BYTES, CudaCopier, DeviceCopier, PinnedStaging
@@ -302,9 +302,7 @@ class Image:
         when the block ends is not copied.
         """
         if self._staging is None:
-            views = self._host_views(begin, end)
-            populate(views)
-            yield iter([views])
+            yield iter([self._host_views(begin, end)])
             return
         with closing(self._staging.writing(self._steps(begin, end, step))) as steps:
             yield steps

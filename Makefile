@@ -9,9 +9,9 @@ PIP := $(BIN)/pip -qq --disable-pip-version-check
 STAMP := .venv/.installed
 PYTEST := $(BIN)/python -m pytest
 # On two cores, two more workers run while others wait for processes. A file's tests run on one worker, since they share
-# fixtures.
+# fixtures. A worker that crashes ends the run: pytest-xdist waits forever once it has started another one.
 WORKERS ?= 4
-PARALLEL := -n $(WORKERS) --dist loadfile
+PARALLEL := -n $(WORKERS) --dist loadfile --max-worker-restart 0
 # Otherwise each worker and each process of a test would compile all modules.
 unexport PYTHONDONTWRITEBYTECODE
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -84,6 +84,17 @@ class LoaderError(Exception):
         self.error = error
 
 
+class ModuleReleased(Exception):
+    """A loader released the module's memory, and then failed with `error`, because it lost its sources.
+
+    Nothing can be received any more, and only fallbacks that build a model of their own can follow.
+    """
+
+    def __init__(self, error: RforkError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class ModuleReplaced(Exception):
     """A loader replaced the module's tensors: the weights are loaded, but the image does not contain them.
 
@@ -108,9 +119,9 @@ class Fallback:
     shows how long `load` would take.
 
     With `load_out_of_place`, it is a loader that builds its own model, as engines do: the module's memory is
-    released first, so that the two models never exist at the same time. No other kind of fallback may follow it, and
-    `load` is not called. `prepare` is called before the memory is released. If it raises an RforkError, or the loader
-    of a fallback that reads instances does, the next fallback is tried.
+    released first, so that the two models never exist at the same time, and `load` is not called. `prepare` is called
+    before the memory is released; if it raises an RforkError, the next fallback is tried. If the loader of a fallback
+    that reads instances raises one, the next fallback that builds its own model is tried.
 
     `stated_version` returns the version of the weights that were loaded, if they are not this instance's files: it
     loads the version that the fork requires, or fails. `cross_layout` returns what came from which layout, once it
@@ -288,15 +299,16 @@ def load_into_clean_module(module: nn.Module, derived: DerivedTensors | None, fa
 
 
 def run_fallbacks(
-    fallbacks: Sequence[Fallback], load: Callable[[Fallback], None], reasons: Sequence[RforkError]
+    fallbacks: Iterable[Fallback], load: Callable[[Fallback], None], reasons: Sequence[RforkError]
 ) -> Fallback:
-    """Try each fallback by calling `load`; returns the one that worked.
+    """Try each fallback by calling `load`; returns the one that worked. The next one is chosen only after that.
 
     `reasons` are the failures so far. Raises AllSourcesFailed with these and the failure of each fallback if none
     worked: the module's content is then undefined.
     """
-    failures = list(reasons)
+    failures, tried = list(reasons), False
     for fallback in fallbacks:
+        tried = True
         log.warning("falling back", to=fallback.name, reason=str(failures[-1]) if failures else "")
         try:
             load(fallback)
@@ -312,7 +324,7 @@ def run_fallbacks(
     raise AllSourcesFailed(
         f"no source or fallback worked: {failure_text}",
         failures,
-        hint=_advice(failures, tried=bool(fallbacks)),
+        hint=_advice(failures, tried=tried),
     )
 
 
@@ -346,6 +358,8 @@ class FallbackRunner:
         """True if a loader built another model."""
         self.serves_replacement = False
         """True if the seed serves that model: it has the layout of the first one."""
+        self._released_by: Fallback | None = None
+        """The loader that released the module's memory and then failed."""
         self._persister = persister
         self._fallbacks = fallbacks
         self._current_version = current_version
@@ -426,12 +440,17 @@ class FallbackRunner:
         return self._offered(self._chunk_sources, read)
 
     def run_loader(self, read: StorageAssignment) -> Manifest:
-        """Fill the module with a loader, and digest it. Raises RforkError, or ModuleReplaced."""
+        """Fill the module with a loader, and digest it. Raises RforkError, ModuleReplaced or ModuleReleased."""
         with self._tracer.span("read from storage", source=storage_name(read.kind, read.uri)):
             fallback = self._offered(self._loaders, read)
             if self.seed.manifest is not None:
                 self.seed.fence()  # its weights are about to be replaced
-            self.load(fallback)
+            try:
+                self.load(fallback)
+            except RforkError as error:
+                if self._released_by is not None:
+                    raise ModuleReleased(error) from None
+                raise
             manifest = None if self.replaced or not self.target.is_in_place() else compute_manifest(self.target.image)
         if manifest is None:
             raise ModuleReplaced(fallback)
@@ -515,8 +534,15 @@ class FallbackRunner:
                 )
             )
             others = [each for each in self._fallbacks if each.reads_instances]
-            return run_fallbacks(others, self.load, self.reasons)
-        return run_fallbacks(self._fallbacks, self.load, self.reasons)
+            return run_fallbacks(self._usable_of(others), self.load, self.reasons)
+        return run_fallbacks(self._usable_of(self._fallbacks), self.load, self.reasons)
+
+    def _usable_of(self, fallbacks: Sequence[Fallback]) -> Iterator[Fallback]:
+        """Yield the fallbacks that can be used when it is their turn: an earlier one may have released the memory."""
+        for fallback in fallbacks:
+            released_by = self._released_by
+            if released_by is None or (fallback is not released_by and fallback.load_out_of_place is not None):
+                yield fallback
 
     def load(self, fallback: Fallback) -> None:
         """Run one fallback on the calling thread; no other thread may write to the image.
@@ -546,7 +572,8 @@ class FallbackRunner:
             module = load_out_of_place()
         except Exception as error:  # an engine's loader may raise anything
             if fallback.reads_instances and isinstance(error, RforkError):
-                raise  # the next fallback builds its own model too
+                self._released_by = fallback
+                raise  # the next fallback that builds its own model is tried
             raise LoaderError(error) from error
         self.replaced = True
         try:

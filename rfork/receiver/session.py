@@ -45,7 +45,7 @@ from rfork.peer.server import PeerServer, ServePeer
 from rfork.planner_client.client import PlannerClient
 from rfork.planner_client.heartbeat import STOP_S
 from rfork.receiver.clean_module import DerivedTensors, TargetModule
-from rfork.receiver.fallback import Fallback, FallbackRunner, LoaderError, ModuleReplaced
+from rfork.receiver.fallback import Fallback, FallbackRunner, LoaderError, ModuleReleased, ModuleReplaced
 from rfork.receiver.planner_requests import OnProgress, PlanRequester, ProgressReporter
 from rfork.receiver.report import (
     FINAL_REPORT_S,
@@ -243,7 +243,8 @@ class ForkSession:
                 self._options.on_filled()
         except ModuleReplaced as loaded:
             used_fallback = loaded.fallback
-        except (ForkFailed, NetworkError, DeadlineExceeded, EngineMismatch) as error:
+        except (ForkFailed, NetworkError, DeadlineExceeded, EngineMismatch, ModuleReleased) as ended:
+            error = ended.error if isinstance(ended, ModuleReleased) else ended
             reasons.append(without_frames(error))
             persister.pause()
             # Readers of this relay must not receive what the fallback writes.

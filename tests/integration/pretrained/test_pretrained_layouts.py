@@ -225,8 +225,9 @@ def test_other_layouts_come_before_files(untied: Files, settings: InstanceSettin
     assert OTHER_LAYOUTS == report(model).fallback
 
 
+@pytest.mark.parametrize("cold_start", ["cooperative", "independent"])
 def test_sources_that_fail_while_the_model_is_loaded(
-    untied: Files, settings: InstanceSettings, monkeypatch: pytest.MonkeyPatch
+    untied: Files, settings: InstanceSettings, cold_start: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model is built again, and loaded from its files."""
 
@@ -234,8 +235,9 @@ def test_sources_that_fail_while_the_model_is_loaded(
         raise RuntimeError("broken")
 
     monkeypatch.setattr(box_images, "gather", fail)
+    chosen = settings.model_copy(update={"cold_start": cold_start})
     with sharded_seeds(untied, settings):
-        model = rfork.fork_pretrained(untied.folder, name=MODEL, settings=settings)
+        model = rfork.fork_pretrained(untied.folder, name=MODEL, settings=chosen)
     assert "the engine's loader" == report(model).fallback
     assert [] == different_tensors(LlamaForCausalLM.from_pretrained(untied.folder), model)
 

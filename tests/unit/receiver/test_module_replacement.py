@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import nn
 
-from rfork.errors import RforkError, SourceUnavailable, SourceWeightsChanged, StorageError
+from rfork.errors import AllSourcesFailed, RforkError, SourceUnavailable, SourceWeightsChanged, StorageError
 from rfork.image.capture import capture
 from rfork.image.chunks import ChunkState
 from rfork.receiver.clean_module import DerivedTensors, TargetModule
-from rfork.receiver.fallback import FallbackRunner, LoaderError, engine_fallback, layouts_fallback
+from rfork.receiver.fallback import (
+    Fallback,
+    FallbackRunner,
+    LoaderError,
+    ModuleReleased,
+    engine_fallback,
+    layouts_fallback,
+    loader_fallback,
+)
 from rfork.receiver.spool import ChunkPersister
+from rfork.schema import StorageAssignment
 from rfork.settings import InstanceSettings
 from rfork.source.seed import Connections, InstanceIdentity, Seed
 from rfork.tracing import NOOP_TRACER
@@ -32,7 +41,7 @@ class Model(nn.Module):
 class ReplacementHarness:
     """A model to be filled, and its seed."""
 
-    def __init__(self) -> None:
+    def __init__(self, fallbacks: Sequence[Fallback] = ()) -> None:
         self.table = torch.arange(4.0)
         self.model = Model(0.0, self.table)
         self.image = capture(self.model)
@@ -47,7 +56,7 @@ class ReplacementHarness:
         derived = DerivedTensors(self.model, self.image)
         persister = ChunkPersister(None, identity, self.image, chunk_state)
         target = TargetModule(self.model, self.image, (), derived)
-        self.fallbacks = FallbackRunner(target, self.seed, persister, (), None, NOOP_TRACER)
+        self.fallbacks = FallbackRunner(target, self.seed, persister, fallbacks, None, NOOP_TRACER)
 
     def load(self, build_replacement: Callable[[], nn.Module]) -> None:
         """Replace the model."""
@@ -111,20 +120,55 @@ def test_an_exception_of_a_replacing_loader_ends_the_fork(error: Exception) -> N
     assert not harness.fallbacks.replaced
 
 
+def lost_layouts() -> Fallback:
+    """Return a loader that loses its sources while it builds its model."""
+
+    def lose_sources() -> nn.Module:
+        raise SourceUnavailable("killed")
+
+    return layouts_fallback(lambda: None, lose_sources, lambda: "v1", lambda: None, lambda: None)
+
+
 def test_a_loader_that_loses_its_sources_is_replaced() -> None:
     """The next fallback builds its own model; it is served as if it were the first one that was tried."""
     harness = ReplacementHarness()
     loaded = Model(2.0, harness.table)
 
-    def lose_sources() -> nn.Module:
-        raise SourceUnavailable("killed")
-
-    other_layouts = layouts_fallback(lambda: None, lose_sources, lambda: "v1", lambda: None, lambda: None)
     with pytest.raises(SourceUnavailable):
-        harness.fallbacks.load(other_layouts)
+        harness.fallbacks.load(lost_layouts())
     harness.load(lambda: loaded)
     assert harness.fallbacks.serves_replacement
     assert harness.image.shares_memory_with(capture(loaded))
+
+
+def test_only_loaders_with_a_model_of_their_own_follow_one_that_released_the_memory() -> None:
+    """One that fills the first model would write to memory that no longer exists."""
+    filled: list[nn.Module] = []
+    in_place, engine = loader_fallback(filled.append), engine_fallback(lambda: Model(2.0, harness.table), lambda: None)
+    harness = ReplacementHarness((lost_layouts(), in_place, engine))
+    assert harness.fallbacks.run() is engine
+    harness.seed.close()
+    assert [] == filled
+
+
+def test_nothing_follows_a_loader_that_released_the_memory_if_all_others_need_it() -> None:
+    """The error names the sources that were lost, once."""
+    harness = ReplacementHarness((lost_layouts(), loader_fallback(lambda _: None)))
+    with pytest.raises(AllSourcesFailed) as caught:
+        harness.fallbacks.run()
+    harness.seed.close()
+    assert ["killed"] == [str(reason) for reason in caught.value.reasons]
+
+
+def test_a_transfer_ends_once_its_memory_was_released() -> None:
+    """A source that it read from afterwards would be blamed."""
+    layouts = lost_layouts()
+    harness = ReplacementHarness((layouts,))
+    harness.fallbacks.open()
+    with pytest.raises(ModuleReleased) as caught:
+        harness.fallbacks.run_loader(StorageAssignment(kind="loader", uri=layouts.uri, chunks=()))
+    harness.seed.close()
+    assert isinstance(caught.value.error, SourceUnavailable)
 
 
 def test_a_bug_of_a_loader_that_reads_instances_ends_the_fork() -> None:

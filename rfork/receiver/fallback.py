@@ -534,11 +534,11 @@ class FallbackRunner:
                 )
             )
             others = [each for each in self._fallbacks if each.reads_instances]
-            return run_fallbacks(self._usable_of(others), self.load, self.reasons)
-        return run_fallbacks(self._usable_of(self._fallbacks), self.load, self.reasons)
+            return run_fallbacks(self._runnable(others), self.load, self.reasons)
+        return run_fallbacks(self._runnable(self._fallbacks), self.load, self.reasons)
 
-    def _usable_of(self, fallbacks: Sequence[Fallback]) -> Iterator[Fallback]:
-        """Yield the fallbacks that can be used when it is their turn: an earlier one may have released the memory."""
+    def _runnable(self, fallbacks: Sequence[Fallback]) -> Iterator[Fallback]:
+        """Yield the fallbacks that can run when it is their turn: an earlier one may have released the memory."""
         for fallback in fallbacks:
             released_by = self._released_by
             if released_by is None or (fallback is not released_by and fallback.load_out_of_place is not None):

@@ -25,6 +25,10 @@ ADOPTS_VERSION: Final = "adopts version"
 """Phrase in a plan's reason: the target has no version and gets the served one."""
 UNSTATED: Final = "this target states none"
 """Phrase in a plan's reason: several versions are served, and the target names none."""
+STATE_VERSION_HINT: Final = (
+    "state the version that the target should get, one of those served: RFORK_VERSION, --rfork-version or version="
+)
+"""Hint for a target whose plan is `UNSTATED`."""
 
 
 def of_weights(weights_id: str) -> str:

@@ -96,7 +96,7 @@ def resolve(
         unnamed_version,
         "several",
         f"{len(sorted_versions)} versions of {report.model} are served ({', '.join(sorted_versions[:MAX_NAMED])}{more})"
-        f" and {weights_version.UNSTATED}: set RFORK_VERSION",
+        f" and {weights_version.UNSTATED}",
     )
 
 

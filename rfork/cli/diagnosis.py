@@ -43,9 +43,7 @@ NEW_VERSION_ADVICE: Final = (
     "None needed during a rollout of new weights: later instances of this version fork from this one. If both "
     "versions are the same weights, set one RFORK_VERSION for both."
 )
-UNSTATED_VERSION_ADVICE: Final = (
-    "State the version that the target should get, one of those served: RFORK_VERSION, --rfork-version or version=."
-)
+UNSTATED_VERSION_ADVICE: Final = f"S{weights_version.STATE_VERSION_HINT[1:]}."
 DEFAULT_ADVICE: Final = "Check the target's log around that time."
 SLOW_SOURCES: Final = "SlowSources"
 """Error of a fork whose sources were slower than the target's own storage."""

@@ -23,6 +23,7 @@ from rfork.peer.base import BOX_IDLE_S, BoxImage
 from rfork.placement.boxes import Box, coverage, divide, wanted_boxes
 from rfork.placement.placement_map import PlacementMap
 from rfork.schema import InstanceInfo, InstanceReport, Rank
+from rfork.weights_version import STATE_VERSION_HINT
 
 OPENED_FOR_S: Final = BOX_IDLE_S / 2
 """Time for which an image that was opened is certainly served, unless its source fails or changes its weights."""
@@ -52,8 +53,8 @@ def choose_samples(
     if version is None:
         versions = sorted({info.version for info in healthy if info.version is not None})
         if len(versions) != 1:
-            served = ", ".join(versions) or "none"
-            raise NoSource(f"the version of {model} is not known: served are {served}", hint="set RFORK_VERSION")
+            served, hint = ", ".join(versions) or "none", STATE_VERSION_HINT if versions else ""
+            raise NoSource(f"the version of {model} is not known: served are {served}", hint=hint)
         (version,) = versions
     found: dict[tuple[str, str], InstanceReport] = {}
     for info in healthy:

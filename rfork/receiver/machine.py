@@ -58,6 +58,7 @@ from rfork.schema import ChunkAssignment, Plan, Route, SourceFault, StorageAssig
 from rfork.settings import InstanceSettings
 from rfork.storage.base import storage_name
 from rfork.transport.base import CONNECT_TIMEOUT_S
+from rfork.weights_version import STATE_VERSION_HINT, UNSTATED
 
 log = logger(__name__)
 
@@ -278,7 +279,7 @@ class TransferMachine:
             case events.Tick():
                 self._tick(event, now)
             case events.PlanReceived(plan):
-                self._receive_plan(plan, NoSource(plan.reason or "the planner knows no source"), now)
+                self._receive_plan(plan, _no_source(plan.reason), now)
             case events.PlanFailed(error):
                 self._receive_plan(None, error, now)
             case events.ReplanSuggested(reason):
@@ -1107,6 +1108,11 @@ def find_stall(
         return f"its storage made no progress for {still:.1f} s" if starved and still > timeout_s else None
     idle = now - max(activity.progress_at, activity.connecting_until)
     return f"offered no new chunk for {idle:.1f} s" if starved and idle > 3 * idle_timeout_s else None
+
+
+def _no_source(reason: str) -> NoSource:
+    """Return the error for a plan without a source, with what to do about its reason."""
+    return NoSource(reason or "the planner knows no source", hint=STATE_VERSION_HINT if UNSTATED in reason else "")
 
 
 def format_ranges(parts: tuple[Range, ...]) -> str:

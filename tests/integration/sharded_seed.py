@@ -8,6 +8,7 @@ contiguous in its tensors. It runs the command of each signal in `COMMANDS`, and
 from __future__ import annotations
 
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 
@@ -79,14 +80,18 @@ COMMANDS: Mapping[signal.Signals, Callable[[SeedProcess], None]] = {
 
 def main(index: int, size: int, version: str, *, has_map: bool, memory_bytes: int) -> None:
     """Serve one rank."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, COMMANDS)  # before threads are started
+    received, sender = socket.socketpair()
+    sender.setblocking(False)
+    signal.set_wakeup_fd(sender.fileno())  # whichever thread the kernel chooses for the signal
+    for number in COMMANDS:
+        signal.signal(number, lambda number, frame: None)
     process = SeedProcess(index, size, version, has_map=has_map, memory_bytes=memory_bytes)
     with process.seed:
         if not process.seed.wait_registered(30.0):
             raise SystemExit("the planner does not respond")
         print("ready", flush=True)
         while True:
-            command = COMMANDS[signal.Signals(signal.sigwait(COMMANDS))]
+            command = COMMANDS[signal.Signals(received.recv(1)[0])]
             command(process)
             print(command.__name__, flush=True)
 

@@ -7,7 +7,7 @@ import pytest
 from rfork import weights_version
 
 FIRST = "NoSource: first of version files:3fa2c1d0 of model m; 4 instances serve files:91bc01f2"
-SEVERAL = "2 versions of m are served (a, b) and this target states none: set RFORK_VERSION"
+SEVERAL = "2 versions of m are served (a, b) and this target states none"
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def _entries(blob: Blob, head: bytes) -> tuple[dict[str, TensorLocation], Mappin
     if head[8:9] != b"{":
         raise _corrupt(blob, "the header is not a JSON object")
     try:
-        header = from_json(head[8:], cache_strings="none", allow_inf_nan=False)
+        header = from_json(head[8:], cache_strings="keys", allow_inf_nan=False)
     except ValueError as error:
         raise _corrupt(blob, f"the header cannot be parsed: {error}") from None
     metadata = header.pop("__metadata__", {})

@@ -46,8 +46,7 @@ RAISE_LIMIT = (
 NEW, OLD = f"files:3fa2c1d0{'0' * 24}", f"files:91bc01f2{'0' * 24}"
 FIRST = f"{weights_version.FIRST} files:3fa2c1d0 of model llama; 4 instances serve files:91bc01f2"
 SEVERAL = (
-    f"2 versions of llama are served (a, b) and {weights_version.UNSTATED}: set RFORK_VERSION; 2 instances serve a, "
-    "1 instance serves b"
+    f"2 versions of llama are served (a, b) and {weights_version.UNSTATED}; 2 instances serve a, 1 instance serves b"
 )
 
 CASES: dict[str, tuple[ForkInfo, str, str, str]] = {

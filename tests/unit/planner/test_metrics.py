@@ -128,7 +128,7 @@ def test_the_first_of_a_version_is_distinguished_from_other_fallbacks() -> None:
     """Alerts exclude it, because a rollout starts with it."""
     metrics = Metrics()
     first = "NoSource: first of version v2 of model m; 4 instances serve v1"
-    several = "NoSource: 2 versions of m are served (v1, v2) and this target states none: set RFORK_VERSION"
+    several = "NoSource: 2 versions of m are served (v1, v2) and this target states none"
     for reason in (first, several):
         metrics.ended(finish("fallback", fallback="checkpoint:file:///m", reasons=(reason,)))
     expected = {

@@ -43,7 +43,7 @@ async def test_several_versions_are_refused_by_name(service: PlanService) -> Non
         await service.report(seed_report(name, version=name))
     plan = await service.plan(fork_request("t", version=None))
     assert (
-        "2 versions of m are served (v1, v2) and this target states none: set RFORK_VERSION; "
+        "2 versions of m are served (v1, v2) and this target states none; "
         "no version of model m can be adopted; 1 instance serves v1, 1 instance serves v2"
     ) == plan.reason
     assert NOTHING | {"several": 1.0} == counted(service)

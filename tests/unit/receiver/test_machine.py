@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from rfork import weights_version
 from rfork.errors import (
     DeadlineExceeded,
     NoSource,
@@ -821,6 +822,23 @@ def test_a_late_source_is_replaced_after_the_connect_timeout() -> None:
     assert ["SourceUnreachable"] == [source.error.kind for source in closed if source.error is not None]
     harness.fail_read("late", CHUNKS - 1, UNAVAILABLE)
     assert [("late", "network", "SourceUnreachable")] == faults(harness)
+
+
+@pytest.mark.parametrize(
+    ("reason", "hint"),
+    [
+        ("no instance has the image", ""),
+        (f"2 versions of m are served (v1, v2) and {weights_version.UNSTATED}", weights_version.STATE_VERSION_HINT),
+    ],
+)
+def test_the_error_without_a_source_has_the_hint_for_its_reason(reason: str, hint: str) -> None:
+    """A target that would get any of several versions must state one; another seed would not help."""
+    harness = following("a")
+    harness.fail("a", UNAVAILABLE)
+    harness.plan(reason=reason)
+    (finish,) = harness.all_of(Finish)
+    assert finish.error is not None
+    assert (f"NoSource: {reason}", hint) == (harness.result, finish.error.hint)
 
 
 # -- changed weights ------------------------------------------------------------------------------------

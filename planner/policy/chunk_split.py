@@ -41,6 +41,15 @@ def split(chunks: tuple[Range, ...], part_count: int) -> list[tuple[Range, ...]]
     return [cut(chunks, begin, end) for begin, end in pairwise(bounds)]
 
 
+def split_alternately(chunks: tuple[Range, ...], run_count: int) -> list[tuple[Range, ...]]:
+    """Split into two parts, of alternating runs of chunks, and of `run_count` runs together.
+
+    A target that reads all chunks in order always has about as many of one part as of the other.
+    """
+    runs = split(chunks, run_count)
+    return [normalise(tuple(piece for run in runs[part::2] for piece in run)) for part in range(2)]
+
+
 def cut(chunks: tuple[Range, ...], begin: int, end: int) -> tuple[Range, ...]:
     """Return the chunks from index `begin` to before index `end` of these ranges."""
     found: list[Range] = []

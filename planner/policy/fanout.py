@@ -16,13 +16,13 @@ from itertools import groupby
 from typing import Final
 
 from planner.policy import reasons, trees
-from planner.policy.chunk_split import merge_storage_reads, split, to_assignments
+from planner.policy.chunk_split import merge_storage_reads, split, split_alternately, to_assignments
 from planner.policy.eligibility import ineligible_reason, source_order
 from planner.policy.plan_state import IDLE_LOAD, PlanState
 from planner.policy.source_selection import MAX_STRIPES
 from planner.policy.transports import transport_cost
 from planner.policy.types import ForkDemand, PlanDecision, Source, Storage, link_fraction
-from rfork.image.ranges import Range, subtract
+from rfork.image.ranges import Range, intersect, subtract
 
 CHAIN_CHUNK_RATIO: Final = 10
 """A chain is used while the number of targets is at most a tenth of the chunks."""
@@ -30,6 +30,10 @@ LAST_CHUNK_SLOTS: Final = 4
 """Free slots of a target that also sends a last chunk: for two children, a target on its node, and this reader."""
 MIN_TREE_FEED: Final = 0.45
 """Fraction of a link that feeds one of the two trees at full speed."""
+ALTERNATING_RUNS: Final = 32
+"""Runs of chunks that alternate between two trees. The second tree waits for the first run, 1/32 of a transfer, and
+each run is a part of every plan.
+"""
 BURST_START: Final = range(16, 65)
 """Sizes of a first batch that others are expected to follow: its last link costs it less than it saves them. Larger
 batches arrived at once, and of smaller ones the spare capacity is near the source anyway.
@@ -148,8 +152,8 @@ def two_trees(
     able: Mapping[str, Storage] | None = None,
 ) -> None:
     """Assign the line to two trees below its sources; with `able` (by fork_id) the roots read storage."""
-    halves = split(_all_chunks(line[0]), 2)
     below_relays = bool(feeds) and not feeds[0].complete
+    halves = _halves(state, line[0], feeds)
     both = trees.two_trees(
         len(line),
         spare_at_top=below_relays or (bool(feeds) and len(line) in BURST_START),
@@ -180,6 +184,28 @@ def two_trees(
             else:
                 shares.append((feeds[tree % len(feeds)], half))
         _read(state, demand, shares, storage)
+
+
+def _halves(state: PlanState, demand: ForkDemand, feeds: Sequence[Source]) -> list[tuple[Range, ...]]:
+    """Return the chunks of each tree: the halves of the image, or alternating runs of chunks.
+
+    A relay reads from one source mostly in order: if that source sends it both halves, the second tree would have
+    nothing to do until the first has its half.
+    """
+    all_chunks = _all_chunks(demand)
+    halves = split(all_chunks, 2)
+    if all(feed.complete or _receives_together(state, feed, halves) for feed in feeds):
+        return halves
+    return split_alternately(all_chunks, ALTERNATING_RUNS)
+
+
+def _receives_together(state: PlanState, relay: Source, halves: Iterable[tuple[Range, ...]]) -> bool:
+    """Return True if a relay reads each half from other sources than the other half, so both at the same time."""
+    first, second = (
+        {share.source_id for share in state.shares(relay.instance_id) if intersect(share.chunks, half)}
+        for half in halves
+    )
+    return first.isdisjoint(second)
 
 
 def _feeds_by_half(state: PlanState, feeds: Sequence[Source], halves: Sequence[tuple[Range, ...]]) -> Sequence[Source]:

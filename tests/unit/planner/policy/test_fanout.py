@@ -7,9 +7,10 @@ from math import ceil, log2
 
 import pytest
 
+from planner.policy.fanout import ALTERNATING_RUNS
 from planner.policy.group_plan import plan
 from planner.policy.types import ForkDemand, GroupView, HostLocation, Source
-from rfork.image.ranges import Range, count
+from rfork.image.ranges import Range, count, intersect
 from tests.unit.planner.builders import NOW, group, loading, routes, seed, targets
 
 CHUNK_COUNT = 64
@@ -67,6 +68,21 @@ def test_a_longer_line_is_two_trees() -> None:
         "t06": {"t00": LOW, "t05": HIGH},
     }  # fmt: skip
     assert expected == plan_reads(group(source("s")), wide(7))
+
+
+@pytest.mark.parametrize("chunk_count", [16, 64, 128, 500])
+def test_below_a_relay_neither_tree_waits_for_the_other(chunk_count: int) -> None:
+    """The relay reads its chunks in order: at any time it has about as many for each of its two children."""
+    every_chunk = ((0, chunk_count),)
+    relay = loading("r", chunk_count=chunk_count, max_readers=4)
+    first = source("s", chunk_count=chunk_count, verified=every_chunk)
+    fleet = group(first, relay, reads={"r": {"s": every_chunk}})
+    reads = plan_reads(fleet, wide(chunk_count // 8, chunk_count=chunk_count))
+    fed = [parts["r"] for parts in reads.values() if "r" in parts]
+    assert 2 == len(fed)
+    for reached in range(1, chunk_count + 1):
+        one, other = (count(intersect(chunks, ((0, reached),))) for chunks in fed)
+        assert abs(one - other) <= chunk_count / ALTERNATING_RUNS + 1
 
 
 @pytest.mark.parametrize("number", [7, 15, 31, 32, 33, 100, 257])

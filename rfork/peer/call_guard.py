@@ -9,10 +9,11 @@ limit of its fork.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing, contextmanager, nullcontext, suppress
-from typing import NoReturn, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 import grpc
 import grpc.aio
@@ -21,12 +22,14 @@ from google.protobuf.message import DecodeError, Message
 from rfork.asyncio_timeout import timeout
 from rfork.errors import RforkError, SourceBusy
 from rfork.peer import codec
+from rfork.planner_client.lease import KEYS_TIMEOUT_S
 
 REQUEST_TIMEOUT_S = 5.0
 """A request is one small message, sent together with its headers."""
 RECEIVE_TIMEOUT_S = 10.0
 """A client that does not read a response message for this long is disconnected."""
 CLOSE_TIMEOUT_S = 1.0
+KEYS_POLL_INTERVAL_S = 0.02
 MAX_CALLS_PER_FORK = 4
 """Limit of concurrent calls per fork and method: a fork makes one, and may start the next before the last has
 ended.
@@ -51,14 +54,32 @@ StreamHandler = Callable[
 """Handler of a first request and the following ones; the last argument is the fork_id."""
 
 
+class LeaseChecker(Protocol):
+    """Checks lease tokens."""
+
+    @property
+    def has_lease_keys(self) -> bool:
+        """True once the planner has sent the keys with which it signs leases."""
+        ...
+
+    def check(self, token: str) -> str:
+        """Return the fork_id of a token's lease. Raises LeaseRejected or SourceWeightsChanged."""
+        ...
+
+
+async def fork_of(leases: LeaseChecker, token: str) -> str:
+    """Return the fork_id of a token's lease; wait for the keys if there are none yet. Raises as `check`."""
+    until = time.monotonic() + KEYS_TIMEOUT_S
+    while token and not leases.has_lease_keys and time.monotonic() < until:
+        await asyncio.sleep(KEYS_POLL_INTERVAL_S)
+    return leases.check(token)
+
+
 class CallGuard:
-    """Wraps handlers as gRPC handlers. Used on one event loop only.
+    """Wraps handlers as gRPC handlers. Used on one event loop only."""
 
-    `check` returns the fork_id of a token, or raises the error that the client receives.
-    """
-
-    def __init__(self, check: Callable[[str], str]) -> None:
-        self._check = check
+    def __init__(self, leases: LeaseChecker) -> None:
+        self._leases = leases
 
     def handler(
         self,
@@ -99,7 +120,7 @@ class CallGuard:
             requests: AsyncIterator[RequestMessage], context: Context[RequestMessage, ResponseMessage]
         ) -> None:
             try:
-                fork_id = self._check(token_of(context)) if leased else ""
+                fork_id = await fork_of(self._leases, token_of(context)) if leased else ""
                 with _limit_calls(calls, fork_id, max_calls) if leased else nullcontext():
                     first_message = await _first_message(requests, context)
                     async with aclosing(handle(first_message, requests, context, fork_id)) as messages:

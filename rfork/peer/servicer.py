@@ -20,7 +20,7 @@ from rfork.image.layout import Manifest
 from rfork.net.health.v1 import health_pb2
 from rfork.peer import call_guard, codec
 from rfork.peer.base import BoxImage, Progress
-from rfork.peer.call_guard import Context
+from rfork.peer.call_guard import Context, LeaseChecker
 from rfork.peer.control_stream import MAX_CONTROL_STREAMS, StreamBackend, StreamServicer
 from rfork.peer.v1 import peer_pb2
 from rfork.tracing import TRACEPARENT, TraceContext, use_context
@@ -45,7 +45,7 @@ WEIGHTS_CHANGED = "the weights changed"
 Result = TypeVar("Result")
 
 
-class PeerBackend(StreamBackend, Protocol):
+class PeerBackend(StreamBackend, LeaseChecker, Protocol):
     """Methods of a seed that the peer service needs. Thread-safe.
 
     All methods except `control_stream`, `open_channel`, `placement` and `open_boxes` return quickly.
@@ -63,10 +63,6 @@ class PeerBackend(StreamBackend, Protocol):
 
     def progress_since(self, reported: tuple[ranges.Range, ...]) -> Progress:
         """Return the current state, with the readable chunks that are not in `reported`."""
-        ...
-
-    def check(self, token: str) -> str:
-        """Return the fork_id of a token's lease. Raises LeaseRejected or SourceWeightsChanged."""
         ...
 
     def open_channel(self, fork_id: str, layout_id: str, transports: list[str], address: str) -> tuple[str, Endpoint]:
@@ -101,7 +97,7 @@ def handlers(backend: PeerBackend) -> Iterator[grpc.GenericRpcHandler[Message, M
 
     Each method has a generic handler of its own, typed by the messages of that method.
     """
-    guard, servicer = call_guard.CallGuard(backend.check), PeerServicer(backend)
+    guard, servicer = call_guard.CallGuard(backend), PeerServicer(backend)
     generic_handler = grpc.method_handlers_generic_handler
     get_manifest = guard.handler(servicer.get_manifest, peer_pb2.GetManifestRequest, max_calls=MAX_MANIFEST_CALLS)
     yield generic_handler(SERVICE, {"GetManifest": get_manifest})

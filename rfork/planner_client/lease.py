@@ -27,6 +27,10 @@ HEADER: Final = base64.urlsafe_b64encode(b'{"alg":"HS256","typ":"JWT"}').rstrip(
 MAX_LEASE_S: Final = 86_400.0
 """Maximum remaining lifetime of a lease: limits the damage of a leaked key."""
 
+KEYS_TIMEOUT_S: Final = 4.0
+"""Maximum time for which a source that has not received keys yet waits for them before it rejects a lease: a target may
+be sent to it before the source has the response to its own first report.
+"""
 MAX_TIME: Final = 2**53
 """Largest integer that a float represents exactly; JSON also allows larger numbers, infinity and NaN."""
 

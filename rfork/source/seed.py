@@ -628,6 +628,11 @@ class Seed:
 
     # -- PeerBackend: called by the peer service -----------------------------------------------------
 
+    @property
+    def has_lease_keys(self) -> bool:
+        """See `rfork.peer.call_guard.LeaseChecker`."""
+        return self._served.leases.has_keys
+
     def check(self, token: str) -> str:
         """Return the fork_id of a token's lease; raises like `AccessGate.authorize`."""
         with self._lock:

@@ -25,7 +25,7 @@ from rfork.errors import (
 from rfork.logs import logger
 from rfork.planner_client.client import PlannerClient
 from rfork.planner_client.heartbeat import Heartbeat
-from rfork.planner_client.lease import decode_key, verify
+from rfork.planner_client.lease import KEYS_TIMEOUT_S, decode_key, verify
 from rfork.planner_client.planner_clock import PlannerClock
 from rfork.schema import InstanceAck, InstanceReport
 from rfork.settings import InstanceSettings
@@ -34,10 +34,6 @@ ENGINE_POLL_INTERVAL_S: Final = 5.0
 """Interval at which the engine's health is polled."""
 CLOCK_SKEW_S: Final = 5.0
 """Tolerated difference in seconds between the planner's clock and the local one."""
-KEYS_TIMEOUT_S: Final = 4.0
-"""Seconds that a request waits for the lease keys: the planner may issue a lease just before the seed gets
-its keys.
-"""
 DRAIN_POLL_INTERVAL_S: Final = 0.5
 FINAL_POLL_TIMEOUT_S: Final = 2.0
 """Seconds that `stop` waits for a running poll."""

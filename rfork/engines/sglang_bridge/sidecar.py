@@ -62,7 +62,7 @@ from rfork.engines.sglang_bridge.engine import (
     unreachable_error,
 )
 from rfork.engines.sglang_bridge.lease_manager import MAX_LEASE_S, SEED_WAIT_TIMEOUT_S, LeaseManager
-from rfork.engines.sglang_bridge.publisher import ENGINE_POLL_INTERVAL_S, KEYS_TIMEOUT_S, Publisher
+from rfork.engines.sglang_bridge.publisher import ENGINE_POLL_INTERVAL_S, Publisher
 from rfork.errors import (
     LeaseRejected,
     NoSource,
@@ -77,6 +77,7 @@ from rfork.errors import (
 from rfork.logs import logger
 from rfork.net.tls import client_context
 from rfork.planner_client.client import PlannerClient
+from rfork.planner_client.lease import KEYS_TIMEOUT_S
 from rfork.schema import Route
 from rfork.settings import InstanceSettings, SidecarSettings, TlsSettings
 

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import math
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -72,7 +73,10 @@ ATTEMPTS: Final = 20
 """Maximum attempts to change a group when other replicas of the planner change it first."""
 MAX_SCALEUPS: Final = 10_000
 """Maximum number of scale-ups; beyond it, the one that expires first is dropped."""
-SWEEP_INTERVAL_S: Final = 1.0
+SWEEP_INTERVAL_S: Final = 0.5
+"""Also the interval of the first progress reports of a fork: slow links are to be found soon."""
+MAX_SWEEP_SHARE: Final = 0.1
+"""Maximum share of the time in which slow links are searched: with 10,000 running forks, that takes 0.2 s."""
 FIRST_HEARTBEAT_FRACTION: Final = 0.9
 """Fraction of the heartbeat interval after which every instance has reported: they send at 0.8 of it."""
 RATE_WINDOW_S: Final = 1.0
@@ -117,6 +121,7 @@ class PlanService:
         self._timer: asyncio.TimerHandle | None = None
         store.state.subscribe_scaleups(self._release_scaleups)
         self._next_sweep = 0.0
+        self._slow_reports = group_plan.SlowReports()
         self._warm_at: float | None = None
         """When every running instance has reported, if the planner started without records."""
         self._log = logger("planner.plan_service")
@@ -663,7 +668,7 @@ class PlanService:
     async def sweep(self) -> None:
         """Forget silent instances and holders, abandon silent forks, mark slow relays, forget expired scale-ups.
 
-        Runs at most once a second.
+        Runs at most once in `SWEEP_INTERVAL_S`, and less often if finding slow relays takes long.
         """
         now = self.now()
         if self._warm_at is None:
@@ -689,7 +694,10 @@ class PlanService:
         for fork in self.state.overdue_forks(now - ttl_s):
             if fork.fork_id not in forks:
                 forks[fork.fork_id] = self._abandon(fork, "failed", f"no progress for {ttl_s:g} s")
-        slow, expired = tuple(self._find_stragglers(now)), self.state.scaleups.expired(now)
+        began = time.perf_counter()
+        slow = tuple(self._find_stragglers(now))
+        self._next_sweep = now + max(SWEEP_INTERVAL_S, (time.perf_counter() - began) / MAX_SWEEP_SHARE)
+        expired = self.state.scaleups.expired(now)
         holders = list(self.state.holders.overdue(now))
         if forks or removed or slow or expired or holders:
             change = StoreChange(
@@ -714,15 +722,21 @@ class PlanService:
 
     def _find_stragglers(self, now: float) -> list[InstanceRecord]:
         """Return relays that have started to fall behind since the last sweep."""
-        found: list[InstanceRecord] = []
+        suspects: dict[str, float] = {}
         for group in self.state.groups():
             if len(group.shares) < MIN_FORKS_FOR_STRAGGLERS:
                 continue
             for instance_id in group_plan.stragglers(group.view(()), now):
-                record = self.state.instance(instance_id)
-                if record is not None and record.slow_since is None:
-                    found.append(replace(record, slow_since=now))
-                    self._log.warning("relay falling behind", instance_id=instance_id, model=group.model)
+                fork = self.state.live_fork_of(instance_id)
+                if fork is not None:
+                    suspects[instance_id] = fork.seen_at
+        found: list[InstanceRecord] = []
+        for instance_id in self._slow_reports.confirmed(suspects):
+            record = self.state.instance(instance_id)
+            if record is not None and record.slow_since is None:
+                found.append(replace(record, slow_since=now))
+                model = record.report.model
+                self._log.warning("relay falling behind", instance_id=instance_id, model=model)
         return found
 
     def _is_last_seed(self, record: InstanceRecord) -> bool:

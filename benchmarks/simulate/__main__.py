@@ -1,7 +1,7 @@
 """Simulate fan-outs planned by the planner's own policy, for fleets too large for one machine.
 
 A discrete-event simulation of N targets, M seeds and k chunks on full-duplex links of rate B that are shared
-equally (`benchmarks.simulate.network`), with deaths, stragglers and late arrivals; `planner.policy.group_plan`
+equally (`benchmarks.simulate.network`), with deaths, stragglers, pauses and late arrivals; `planner.policy.group_plan`
 over the planner's own index decides which target reads what from which source. T is in multiples of S/B, from
 the first arrival until the last surviving target is complete; a T of 1.0 means reading at the full rate of
 the link.
@@ -10,10 +10,11 @@ Undisturbed rows also show the exact times of other schedules (`benchmarks.simul
 chain, binomial pipeline, and the floor for complete chunks. In disturbed rows "rfork" is the median and
 "worst" the worst of several random draws; "the rest" leaves stragglers out, "a joiner" is the maximum time of
 a late joiner from its own arrival, and "the last one" the maximum time of any target from its own arrival.
-"on 4 hosts" are targets that share 4 hosts, each with one link to the network and faster ones within. "max
-sent" and "max read" are the maximum that any host sent and read over the network, in S; "plans" is the number
-of plans, "plan s" the wall time of planning and "watch s" that of finding slow and delayed targets. Without
---quick: more draws of some cases.
+With "pauses" each link is at a tenth of its rate for 0.05 S/B, on average once in 5 S/B. "one is first": the others
+arrive just after the first target has its plan. "on 4 hosts" are targets that share 4 hosts, each with one link to
+the network and faster ones within. "max sent" and "max read" are the maximum that any host sent and read over the
+network, in S; "plans" is the number of plans, "plan s" the wall time of planning and "watch s" that of finding slow
+and delayed targets. Without --quick: more draws of some cases.
 
 `--targets N` simulates one scenario instead: `python -m benchmarks.simulate --targets 1000 --deaths 0.01`.
 """
@@ -39,8 +40,9 @@ DRAWS = 5
 """Random draws of the cases with a goal whose outcome varies between draws."""
 SEEDS = (2, 4)
 HOSTS, ON_HOSTS = 4, 32
-UNDISTURBED, DEATHS, SLOW, KNOWN, LATE, SPREAD, SHARED = (
-    "undisturbed", "1 % die", "5 % slow", "5 % slow, known", "25 % late", "over 0.2 S/B", "on 4 hosts"
+UNDISTURBED, DEATHS, SLOW, KNOWN, PAUSES, LATE, FIRST, SPREAD, SHARED = (
+    "undisturbed", "1 % die", "5 % slow", "5 % slow, known", "pauses", "25 % late", "one is first", "over 0.2 S/B",
+    "on 4 hosts",
 )  # fmt: skip
 CONTENDERS = {
     "floor": baselines.floor,
@@ -179,7 +181,9 @@ def table(base: SimScenario, options: Options) -> list[SimulationCase]:
         (DEATHS, replace(large, deaths=0.01), many_chunks),
         (SLOW, replace(large, stragglers=0.05), DRAWS),
         (KNOWN, replace(large, stragglers=0.05, measured=True), few_seeds),
+        (PAUSES, replace(large, pauses=0.2), DRAWS),
         (LATE, replace(large, late=0.25), few_seeds),
+        (FIRST, replace(large, late=(LARGE - 1) / LARGE, late_at=0.001), 1),
         (SPREAD, replace(large, spread=0.2, batch=max(base.batch, 0.005)), DRAWS),
         (SHARED, replace(base, targets=ON_HOSTS, hosts=HOSTS), 1),
         (f"{SHARED}, 25 % late", replace(base, targets=ON_HOSTS, hosts=HOSTS, late=0.25), few_seeds),
@@ -216,7 +220,9 @@ def figures_of(cases: Sequence[SimulationCase]) -> dict[str, float]:
         "sim_faults_worst": named[DEATHS].max_total / undisturbed,
         "sim_slow_rest": named[SLOW].healthy / undisturbed,
         "sim_slow_known_rest": named[KNOWN].healthy / undisturbed,
+        "sim_pauses": named[PAUSES].total / undisturbed,
         "sim_late_joiner": named[LATE].late or 0.0,
+        "sim_one_first": named[FIRST].total,
         "sim_spread": named[SPREAD].total,
         "sim_trickle": named[SPREAD].own,
         "sim_max_egress": max(case.max_egress for case in plain.values()),
@@ -249,7 +255,7 @@ def plot(path: Path, base: SimScenario, measured: Mapping[int, float]) -> None:
 
 
 def _disturbed(scenario: SimScenario) -> bool:
-    return any((scenario.deaths, scenario.stragglers, scenario.late, scenario.spread))
+    return any((scenario.deaths, scenario.stragglers, scenario.pauses, scenario.late, scenario.spread))
 
 
 if __name__ == "__main__":

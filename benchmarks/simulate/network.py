@@ -74,6 +74,12 @@ class Network(Generic[TagT]):
             left = flow.remaining - flow.rate * (self.now - flow.since)
             self._detach(flow, flow.size - left)
 
+    def set_rate(self, link: Link[TagT], rate: float) -> None:
+        """Change the rate of a link from now on."""
+        link.rate = rate
+        link.updated_at = -1
+        self._changed[link] = None
+
     def call(self, time: float, callback: Callable[[], None]) -> None:
         """Schedule `callback` at `time`."""
         self._serial += 1
@@ -128,7 +134,7 @@ class Network(Generic[TagT]):
         self._changed[flow.egress] = self._changed[flow.ingress] = None
 
     def _update_rates(self) -> None:
-        """Update the rates of the flows on every link whose number of flows changed."""
+        """Update the rates of the flows on every link whose rate or number of flows changed."""
         if not self._changed:
             return
         # A flow that replaced one that ended changes nothing for its neighbours.

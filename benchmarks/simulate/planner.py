@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from benchmarks.simulate.fleet import IMAGE_BYTES, IMAGE_SECONDS, LINK_BYTES_PER_S
+from benchmarks.simulate.network import INSTANT
 from planner.core.group_index import GroupIndex
 from planner.core.records import ForkRecord, GroupKey
 from planner.core.records import RouteRecord as PlannedRead
+from planner.plan_service import RATE_WINDOW_S
 from planner.policy import group_plan
 from planner.policy.starvation import is_starving
 from planner.policy.transports import is_same_host_route
@@ -53,14 +55,16 @@ class SimPlanResponse:
 class SimPlanner:
     """Plans for one group; counts the wall time of planning and of straggler detection."""
 
-    def __init__(self, chunk_count: int, *, heartbeat: float) -> None:
+    def __init__(self, chunk_count: int) -> None:
         self.plan_seconds = 0.0
         self.watch_seconds = 0.0
         self._chunk_count = chunk_count
-        self._heartbeat_s = heartbeat * IMAGE_SECONDS
+        self._reports: dict[str, list[tuple[float, int]]] = {}
+        """Times and numbers of chunks of each target's reports within the last `RATE_WINDOW_S`, and of one before."""
         self._group = GroupIndex(GroupKey("model", VERSION, RANK.key))
         self._sources: dict[str, Source] = {}
         self._forks: dict[str, ForkRecord] = {}
+        self._slow_reports = group_plan.SlowReports()
 
     def join(self, name: str, *, complete: bool, host: str | None = None, measured: float | None = None) -> None:
         """Register an instance, on a separate host unless one is named.
@@ -88,17 +92,21 @@ class SimPlanner:
             self._sources[name] = source  # joins the group once it has a plan
 
     def progress(self, name: str, chunks: int, rates: ActiveRates, now: float) -> None:
-        """Report the chunks that a target has verified, and its rates while it read; its read rate since the last
-        report, or at first since its plan, is derived from the chunks.
+        """Report the chunks that a target has verified, and its rates while it read; its read rate over the last
+        `RATE_WINDOW_S`, or at first since its plan, is derived from the chunks.
         """
         source = self._sources[name]
-        new_chunks = chunks.bit_count() - source.watermark
         fork = self._forks.get(name)
-        elapsed_s = self._heartbeat_s
-        since_plan_s = now * IMAGE_SECONDS - fork.planned_at if fork is not None else elapsed_s
-        if not source.watermark:
-            elapsed_s = min(elapsed_s, max(since_plan_s, MIN_ELAPSED_S))
-        rate = new_chunks / self._chunk_count * LINK_BYTES_PER_S * IMAGE_SECONDS / elapsed_s
+        now_s = now * IMAGE_SECONDS
+        planned_at = fork.planned_at if fork is not None else now_s
+        reports = self._reports.setdefault(name, [(planned_at, 0)])
+        is_older_than_plan = len(reports) > 1 and now_s < planned_at + RATE_WINDOW_S - INSTANT
+        reports.append((now_s, chunks.bit_count()))
+        while len(reports) > 2 and reports[1][0] <= now_s - RATE_WINDOW_S + INSTANT:
+            del reports[0]
+        began_at, before = reports[0]
+        elapsed_s = min(max(now_s - began_at, MIN_ELAPSED_S), RATE_WINDOW_S)
+        rate = (chunks.bit_count() - before) / self._chunk_count * IMAGE_BYTES / elapsed_s
         same_host_read = fork is not None and any(is_same_host_route(read.transports) for read in fork.reads)
         if same_host_read:
             rate = 0.0  # shows nothing about its link
@@ -109,7 +117,7 @@ class SimPlanner:
                 verified=ranges_of(chunks),
                 ingress_rate=max(rate, source.ingress_rate or 0.0) or None,
                 # A rate of which a part is older than the plan shows nothing about the plan's sources.
-                read_rate=None if same_host_read or since_plan_s < elapsed_s else rate,
+                read_rate=None if same_host_read or is_older_than_plan else rate,
                 active_rate=None if same_host_read else rates.total,
                 source_rates={} if same_host_read else rates.by_source,
             )
@@ -132,17 +140,17 @@ class SimPlanner:
     def stragglers(self, now: float) -> list[str]:
         """Mark the relays that fall behind their sources; returns the newly marked ones."""
         begin = time.perf_counter()
-        slow = [
-            name
+        suspects = {
+            name: self._reports[name][-1][0]
             for name in sorted(group_plan.stragglers(self._group.view(()), now * IMAGE_SECONDS))
-            if not self._sources[name].slow
-        ]
+        }
+        slow = [name for name in self._slow_reports.confirmed(suspects) if not self._sources[name].slow]
         for name in slow:
             self._put(replace(self._sources[name], slow=True))
         self.watch_seconds += time.perf_counter() - begin
         return slow
 
-    def starving(self) -> list[str]:
+    def starving(self, reporting: Sequence[str]) -> list[str]:
         """Return the targets that are advised to request a plan with the response to their report.
 
         Each idle seed is offered once: the plan of the first target makes it busy.
@@ -151,7 +159,7 @@ class SimPlanner:
         group, found, idle = self._group.view(()), list[str](), list[Source]()
         if self._forks:
             idle = self._group.idle_seeds(self._sources[next(iter(self._forks))], len(self._forks))
-        for name in self._forks:
+        for name in reporting:
             if idle and is_starving(group, self._sources[name], idle[-1]):
                 found.append(name)
                 idle.pop()

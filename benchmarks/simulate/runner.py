@@ -1,7 +1,8 @@
 """Runs one simulation: arrivals, deaths and heartbeats between the fleet and the planner.
 
-Times are in S/B. Progress costs nothing and reaches the planner with every heartbeat; only the readers of a
-dead node notice its death, after `detect`, and report it to the planner when they request a new plan.
+Times are in S/B. Progress costs nothing and reaches the planner with every heartbeat, and twice as often at first, as
+the real reports do (`rfork.receiver.planner_requests`); only the readers of a dead node notice its death, after
+`detect`, and report it to the planner when they request a new plan.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from benchmarks.simulate.fleet import IMAGE_SECONDS, SimFleet, SimHost, SimNode
 from benchmarks.simulate.planner import SimPlanner, SimPlanRequest
 from planner.core.batch_queue import replan_window_s, window_s
 from rfork.errors import RforkError, SettingsError
+from rfork.receiver.planner_requests import PROGRESS_INTERVAL_S, progress_interval_s
 
+PAUSED_RATE: Final = 0.1
 MAX_TIME: Final = 100.0
 """A longer run (at the slowest link's rate) is stuck: some target has no path to its chunks."""
 
@@ -54,6 +57,8 @@ class SimScenario:
     deaths: float = _option(0.0, "share of targets that die, each at a random time of its first S/B")
     stragglers: float = _option(0.0, "share of targets on slow links")
     straggler_rate: float = _option(0.25, "rate of those links, as a part of B")
+    pauses: float = _option(0.0, "mean number of pauses of each target's link per S/B, at random times")
+    pause: float = _option(0.05, "duration of a pause, in which the link has a tenth of its rate (S/B)")
     measured: bool = _option(False, "the planner knows every target's rate in advance")
     late: float = _option(0.0, "share of targets that arrive late")
     late_at: float = _option(0.25, "time of their arrival (S/B)")
@@ -70,6 +75,7 @@ class SimScenario:
             "retry",
             "straggler_rate",
             "local_rate",
+            "pause",
         ):
             if getattr(self, name) <= 0:
                 raise SettingsError(f"--{name.replace('_', '-')} must be greater than 0")
@@ -103,7 +109,7 @@ class SimOutcome:
     plan_seconds: float
     """Wall time of planning: the policy and its index."""
     watch_seconds: float
-    """Wall time of straggler detection, once per heartbeat."""
+    """Wall time of straggler detection, twice per heartbeat."""
 
 
 @dataclass
@@ -112,6 +118,19 @@ class SimBatch:
 
     requests: dict[SimNode, set[str]] = field(default_factory=dict)
     due_at: float = math.inf
+
+
+@dataclass
+class SimReports:
+    """Number of a target's progress reports so far, and of those with chunks."""
+
+    count: int = 0
+    with_chunks: int = 0
+
+    def add(self, *, has_chunks: bool) -> None:
+        """Count one report."""
+        self.count += 1
+        self.with_chunks += has_chunks
 
 
 class SimulationStuck(RforkError):
@@ -131,13 +150,14 @@ class SimRun:
             local_rate=scenario.local_rate,
         )
         self._hosts = [SimHost(1.0) for _ in range(scenario.hosts)]
-        self._planner = SimPlanner(scenario.chunks, heartbeat=scenario.heartbeat)
+        self._planner = SimPlanner(scenario.chunks)
         self._network = self.fleet.network
         self._arrivals = SimBatch()
         self._replans = SimBatch()
-        self._report_delay: dict[SimNode, float] = {}
-        """Time from a heartbeat until the response to a target's report."""
-        self._reading: dict[SimNode, None] = {}
+        self._response_time: dict[SimNode, float] = {}
+        """When the response to a target's next report arrives, as a part of the time until that report."""
+        self._reading: dict[SimNode, SimReports] = {}
+        self._ticks = 0
         self._waiting = scenario.targets
         self._plans = 0
         self._slow: set[SimNode] = set()
@@ -184,7 +204,7 @@ class SimRun:
             host = self._hosts[number % scenario.hosts] if scenario.hosts else None
             target = self.fleet.target(f"target-{number:05}", rate, host)
             targets.append(target)
-            self._report_delay[target] = scenario.heartbeat * (1 - scenario.report_spread * delays.random())
+            self._response_time[target] = 1 - scenario.report_spread * delays.random()
             if number in slow:
                 self._slow.add(target)
             if number in late:
@@ -194,14 +214,35 @@ class SimRun:
         for number in failing:
             moment = targets[number].arrived_at + rng.random()
             self._network.call(moment, partial(self._die, targets[number]))
-        self._network.call(scenario.heartbeat, self._heartbeat)
+        if scenario.pauses:
+            pauses = random.Random(scenario.draw)
+            for target in targets:
+                self._await_pause(target, pauses)
+        self._network.call(scenario.heartbeat / 2, self._heartbeat)
+
+    def _await_pause(self, target: SimNode, pauses: random.Random) -> None:
+        """Pause the target's link at a random time, and again after that."""
+        begin, scenario = self._network.now + pauses.expovariate(self.scenario.pauses), self.scenario
+        links = target.egress, target.ingress
+
+        def resume() -> None:
+            for link in links:
+                self._network.set_rate(link, link.rate / PAUSED_RATE)
+            self._await_pause(target, pauses)
+
+        def pause() -> None:
+            for link in links:
+                self._network.set_rate(link, link.rate * PAUSED_RATE)
+            self._network.call(begin + scenario.pause, resume)
+
+        self._network.call(begin, pause)
 
     def _arrive(self, target: SimNode) -> None:
         scenario = self.scenario
         measured = target.ingress.rate if scenario.measured else None
         host = f"host-{self._hosts.index(target.host)}" if self._hosts else None
         self._planner.join(target.name, complete=False, host=host, measured=measured)
-        self._reading[target] = None
+        self._reading[target] = SimReports()
         self._request_plan(target)
 
     def _finished(self, target: SimNode) -> None:
@@ -278,17 +319,28 @@ class SimRun:
             self._network.call(self._network.now + self.scenario.detect, noticed)
 
     def _heartbeat(self) -> None:
-        then = self._network.now + self.scenario.heartbeat
-        for target in self._reading:
-            self._planner.progress(target.name, target.chunks, self.fleet.active_rates(target), self._network.now)
-        for name in self._planner.stragglers(self._network.now):
+        """Report the progress of all targets; every second time, of those only that have reported a few times."""
+        self._ticks += 1
+        now, heartbeat = self._network.now, self.scenario.heartbeat
+        until = {target: heartbeat / 2 if self._is_first(target) else heartbeat for target in self._reading}
+        reporting = [target for target in self._reading if self._is_first(target) or self._ticks % 2 == 0]
+        for target in reporting:
+            self._reading[target].add(has_chunks=bool(target.chunks))
+            self._planner.progress(target.name, target.chunks, self.fleet.active_rates(target), now)
+        for name in self._planner.stragglers(now):
             slow = self.fleet.nodes[name]
             for target in (slow, *(route.target for route in slow.readers)):
-                delay = self._report_delay[target]
-                self._network.call(self._network.now + delay, partial(self._suggest_replan, target, slow))
-        for name in self._planner.starving():
+                self._network.call(
+                    now + self._response_time[target] * until[target], partial(self._suggest_replan, target, slow)
+                )
+        for name in self._planner.starving([target.name for target in reporting]):
             self._request_plan(self.fleet.nodes[name])
-        self._network.call(then, self._heartbeat)
+        self._network.call(now + heartbeat / 2, self._heartbeat)
+
+    def _is_first(self, target: SimNode) -> bool:
+        """Return True if the target's next report is one of its first, at half the interval."""
+        reports = self._reading[target]
+        return progress_interval_s(reports.count, reports.with_chunks) < PROGRESS_INTERVAL_S
 
     def _suggest_replan(self, target: SimNode, slow: SimNode) -> None:
         """Suggest a new plan to a slow target, or to one that still reads from it, with the response to its report."""

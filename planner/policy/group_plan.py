@@ -22,13 +22,13 @@ from planner.policy.cold_start import elect_storage_readers
 from planner.policy.eligibility import YIELDS, ineligible_reason
 from planner.policy.fanout import plan_fanout
 from planner.policy.plan_state import PlanState
-from planner.policy.stragglers import stragglers
+from planner.policy.stragglers import SlowReports, stragglers
 from planner.policy.transports import has_only_same_host
 from planner.policy.types import ContentCount, ForkDemand, GroupView, PlanDecision, Source
 from planner.policy.weights import weights_compatible, with_requested_weights
 from rfork.image.ranges import subtract
 
-__all__ = ["plan", "stragglers"]
+__all__ = ["SlowReports", "plan", "stragglers"]
 
 PlanningKey = tuple[str, int, tuple[str, ...], str | None, bool]
 """Targets with equal layout, chunk count and transports can be planned together; if none of the transports

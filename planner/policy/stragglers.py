@@ -59,8 +59,26 @@ class SourceProgress:
         return max(0, self.offered - self.read - 1)
 
 
+class SlowReports:
+    """Confirms that targets are slow: two reports in a row must show it, because one during a pause does too.
+
+    A pure state machine.
+    """
+
+    def __init__(self) -> None:
+        self._slow_since: dict[str, float] = {}
+        """Time of the first report in a row that showed the target to be slow."""
+
+    def confirmed(self, suspects: Mapping[str, float]) -> list[str]:
+        """Return the suspects that an earlier report showed too. `suspects`: all `stragglers` now, with the times of
+        their last reports.
+        """
+        self._slow_since = {name: self._slow_since.get(name, reported_at) for name, reported_at in suspects.items()}
+        return [name for name, reported_at in suspects.items() if reported_at > self._slow_since[name]]
+
+
 def stragglers(group: GroupView, now: float) -> frozenset[str]:
-    """Return relays with slow links that targets wait for, by the last reports; pure.
+    """Return relays with slow links that targets wait for, by the last reports; pure. See `SlowReports`.
 
     Background forks do not count: they yield to others.
     """

@@ -54,7 +54,13 @@ RETRYABLE_STATUSES: Final = (
 )
 """Statuses of a planner whose store is unavailable, that is overloaded, or that a proxy cannot reach."""
 PROGRESS_INTERVAL_S: Final = 1.0
-"""Interval of progress reports to the planner."""
+"""Interval of progress reports to the planner, after the first ones."""
+FIRST_PROGRESS_INTERVAL_S: Final = 0.5
+FIRST_PROGRESS_REPORTS: Final = 4
+MAX_FIRST_PROGRESS_REPORTS: Final = 20
+"""Numbers of reports, with chunks and in total, until that interval ends: two in a row show a slow link, soon after the
+first chunk.
+"""
 POLL_INTERVAL_S: Final = PROGRESS_INTERVAL_S / 4
 """Interval of measurements and of the caller's callback."""
 
@@ -189,6 +195,12 @@ class PlanRequester:
         log.warning("no seed has this layout, reading from storage", detail=str(difference))
 
 
+def progress_interval_s(reports: int, with_chunks: int) -> float:
+    """Return the time until the next progress report, after this number of reports, of which some had chunks."""
+    is_first = with_chunks < FIRST_PROGRESS_REPORTS and reports < MAX_FIRST_PROGRESS_REPORTS
+    return FIRST_PROGRESS_INTERVAL_S if is_first else PROGRESS_INTERVAL_S
+
+
 def _failure_type(error: PlannerUnreachable | PlannerRejected) -> Literal["away", "silent"] | None:
     """Return why a retry may succeed, or None if the planner refuses the request."""
     if isinstance(error, PlannerRejected):
@@ -286,9 +298,13 @@ class ProgressReporter:
                 return
 
     def _report_to_planner(self) -> None:
-        while not self._done.wait(PROGRESS_INTERVAL_S):
-            if self._latest is not None:
-                self._send_progress(self._latest)
+        reports = with_chunks = 0
+        while not self._done.wait(progress_interval_s(reports, with_chunks)):
+            progress = self._latest
+            if progress is not None:
+                reports += 1
+                with_chunks += bool(progress.verified)
+                self._send_progress(progress)
 
     def _send_progress(self, progress: ForkProgress) -> None:
         try:

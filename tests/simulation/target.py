@@ -60,7 +60,13 @@ from rfork.receiver.events import (
 )
 from rfork.receiver.machine import TransferMachine
 from rfork.receiver.own_load import OwnLoad
-from rfork.receiver.planner_requests import MAX_PLANNER_OUTAGE_S, RETRY_INTERVAL_S, RETRYABLE_STATUSES
+from rfork.receiver.planner_requests import (
+    MAX_PLANNER_OUTAGE_S,
+    PROGRESS_INTERVAL_S,
+    RETRY_INTERVAL_S,
+    RETRYABLE_STATUSES,
+    progress_interval_s,
+)
 from rfork.schema import (
     ForkProgress,
     ForkRequest,
@@ -77,7 +83,6 @@ from tests.simulation.sources import DIGEST_S, PeerSource, Source, StorageSource
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
-PROGRESS_INTERVAL_S = 1.0
 REPORT_TIMEOUT_S = 0.5
 URI = "file:///model"
 LOADED = ("forked", "fallback", "layouts")
@@ -138,12 +143,13 @@ class Target:
         self._open_candidates_at = 0.0
         self._candidates_opened = False
         self._spool_stopped = False
+        self._reports = self._reports_with_chunks = 0
 
     # -- events and actions -----------------------------------------------------------------------------
 
     def start(self) -> None:
         """Begin the fork."""
-        self.world.later(PROGRESS_INTERVAL_S, self._send_progress, on=self.instance)
+        self.world.later(progress_interval_s(0, 0), self._send_progress, on=self.instance)
         self._execute_all(self.machine.start(self.world.now))
 
     def handle(self, event: Event) -> None:
@@ -368,7 +374,10 @@ class Target:
     def _send_progress(self) -> None:
         if self.ended_at is None and self.instance.alive and not self.world.ended:
             self.world.start(self._progress())
-            self.world.later(PROGRESS_INTERVAL_S, self._send_progress, on=self.instance)
+            self._reports += 1
+            self._reports_with_chunks += bool(self.instance.served.chunk_state.verified)
+            interval_s = progress_interval_s(self._reports, self._reports_with_chunks)
+            self.world.later(interval_s, self._send_progress, on=self.instance)
 
     async def _progress(self) -> None:
         machine, instance = self.machine, self.instance

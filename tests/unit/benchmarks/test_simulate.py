@@ -139,6 +139,15 @@ def test_a_flow_has_the_smaller_of_its_two_shares() -> None:
     assert pytest.approx((4.0, 2.0)) == tuple(Static.done(node) for node in fleet.nodes[1:])
 
 
+def test_a_link_may_change_its_rate() -> None:
+    """Half of an image at the full rate, the rest at a tenth of it."""
+    fleet = Static(1)
+    fleet.reads(1, {SEED: EVERY})
+    network = fleet.fleet.network
+    network.call(0.5, lambda: network.set_rate(fleet.nodes[SEED].egress, 0.1))
+    assert pytest.approx(5.5) == fleet.run()
+
+
 def test_two_sources_are_read_concurrently() -> None:
     """A target with half of its chunks from each of two sources reads both at half of its rate."""
     fleet = Static(2)
@@ -215,6 +224,7 @@ def test_no_plan_beats_the_floor(targets: int) -> None:
         SimScenario(targets=40, stragglers=0.1),
         SimScenario(targets=40, stragglers=0.1, report_spread=1.0, batch=0.001),
         SimScenario(targets=40, stragglers=0.1, measured=True),
+        SimScenario(targets=40, pauses=1.0),
         SimScenario(targets=40, late=0.25, spread=0.1, batch=0.01),
         SimScenario(targets=40, latency=0.002, window=2),
     ],
@@ -231,8 +241,13 @@ def test_every_surviving_target_ends_with_all_chunks(disturbed: SimScenario) -> 
 
 @pytest.mark.parametrize(
     ("even", "max_total"),
-    [(SimScenario(targets=100, late=0.5), 1.6), (SimScenario(targets=100, window=4), 2.0)],
-    ids=["late", "concurrent reads"],
+    [
+        (SimScenario(targets=100, late=0.5), 1.6),
+        (SimScenario(targets=100, window=4), 2.0),
+        (SimScenario(targets=100, late=0.99, late_at=0.001), 1.3),
+        (SimScenario(targets=100, pauses=0.2, draw=1), 1.35),
+    ],
+    ids=["late", "concurrent reads", "one is first", "pauses"],
 )
 def test_no_target_is_slow_where_all_links_are_equal(even: SimScenario, max_total: float) -> None:
     """A target that had to wait for its sources, or got several chunks at once, keeps its position."""

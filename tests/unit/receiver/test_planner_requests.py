@@ -222,3 +222,11 @@ def test_image_facts_are_reported_before_tensors(fleet: Fleet) -> None:
         explain_layout_mismatch(route(fleet.source("a", other)), target_image.layout, fleet.peers.dial, NEVER_S)
     )
     assert message.endswith("first difference: engine: here toy 1; there toy 2")
+
+
+@pytest.mark.parametrize(
+    ("reports", "with_chunks", "expected"), [(0, 0, 0.5), (3, 3, 0.5), (4, 4, 1.0), (19, 3, 0.5), (20, 0, 1.0)]
+)
+def test_the_first_reports_with_chunks_are_frequent(reports: int, with_chunks: int, expected: float) -> None:
+    """Those without chunks too, but not of a target that waits for long."""
+    assert expected == planner_requests.progress_interval_s(reports, with_chunks)

@@ -70,17 +70,19 @@ async def test_quarantine_ends_and_its_reason_is_shown_until_then(service: PlanS
     assert {"s": ALL} == routes_by_source(await service.plan(fork_request("b")))
 
 
-async def report_slow_relay(service: PlanService) -> None:
-    """Report progress of a chain whose third target has a slow link."""
-    for name, count in {"a": 10, "b": 9, "c": 1, "d": 1, "e": 1, "f": 1}.items():
-        await service.progress(f"fork-{name}", chunk_progress(count, 1e8 if name == "c" else 1e9))
+async def report_slow_relay(service: PlanService, time: FakeTime, reports: int = 2) -> None:
+    """Report progress of a chain whose third target has a slow link, in each of these reports."""
+    for _ in range(reports):
+        for name, count in {"a": 10, "b": 9, "c": 1, "d": 1, "e": 1, "f": 1}.items():
+            await service.progress(f"fork-{name}", chunk_progress(count, 1e8 if name == "c" else 1e9))
+        time.now += 2
+        await service.sweep()
 
 
 async def test_readers_of_a_slow_relay_are_advised_to_replan(service: PlanService, time: FakeTime) -> None:
     """So is the relay, which leaves its sources to them. They are advised once: the new plan is kept."""
     await start_chain(service, "abcdef")
-    await report_slow_relay(service)
-    time.now += 2
+    await report_slow_relay(service, time)
     replan_reasons = {
         name: (await service.progress(f"fork-{name}", chunk_progress(1))).replan_suggested for name in "bcd"
     }
@@ -119,12 +121,18 @@ async def test_a_target_is_not_advised_to_read_from_a_seed_that_it_cannot_reach(
     assert (await service.progress("fork-b", chunk_progress(1, 1e8))).replan_suggested is None
 
 
+async def test_one_report_does_not_show_a_slow_relay(service: PlanService, time: FakeTime) -> None:
+    """It may have paused, and other sweeps see the same report."""
+    await start_chain(service, "abcdef")
+    await report_slow_relay(service, time, reports=1)
+    await service.sweep()
+    assert not service.instance("c").source.slow
+
+
 async def test_a_slow_mark_ends_with_its_fork(service: PlanService, time: FakeTime) -> None:
     """The instance's next fork starts without it."""
     await start_chain(service, "abcdef")
-    await report_slow_relay(service)
-    time.now += 2
-    await service.sweep()
+    await report_slow_relay(service, time)
     slow = service.instance("c").source.slow
     await service.plan(fork_request("c").model_copy(update={"fork_id": "again"}))
     assert slow

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from planner.policy.group_plan import plan, stragglers
+import pytest
+
+from planner.policy.group_plan import SlowReports, plan, stragglers
 from planner.policy.types import ChunkShare, ForkDemand, GroupView, Source
 from rfork.image.ranges import Range
 from tests.unit.planner.builders import NOW, Reads, decide, group, loading, routes, seed
@@ -308,3 +310,23 @@ def test_a_lost_source_is_replaced_by_one_with_spare_egress() -> None:
     ]  # fmt: skip
     fleet = group(seed("s", max_readers=3), *members, reads=reads)
     assert {"below": low, "keeps": high} == routes(plan(fleet, [replan(fleet, "t")], NOW)["fork-t"])
+
+
+@pytest.mark.parametrize(
+    ("reports", "expected"),
+    [
+        ([{"a": 1.0}], []),
+        ([{"a": 1.0}, {"a": 1.0}], []),
+        ([{"a": 1.0}, {"a": 2.0}], ["a"]),
+        ([{"a": 1.0}, {}, {"a": 3.0}], []),
+        ([{"a": 1.0}, {"a": 2.0, "b": 2.0}], ["a"]),
+        ([{"a": 1.0}, {"a": 2.0}, {"a": 2.0}], ["a"]),
+    ],
+    ids=["one report", "the same report", "two reports", "interrupted", "another is new", "still slow"],
+)
+def test_two_reports_in_a_row_show_a_slow_target(
+    reports: Sequence[Mapping[str, float]], expected: Sequence[str]
+) -> None:
+    """Each step has the suspects, with the times of their last reports."""
+    slow = SlowReports()
+    assert expected == [slow.confirmed(suspects) for suspects in reports][-1]

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import Final
 
 from planner.policy.transports import shared_transports
 from planner.policy.types import RouteAssignment, Source, Storage
 from rfork.image.ranges import Range, count, normalise
+
+ALTERNATING_RUNS: Final = 32
+"""Runs of chunks that alternate between the parts below relays. The second part waits for the first run, 1/32 of a
+transfer, and each run is a part of every plan.
+"""
 
 
 def to_assignments(target: Source, shares: Iterable[tuple[Source, tuple[Range, ...]]]) -> tuple[RouteAssignment, ...]:
@@ -41,13 +47,22 @@ def split(chunks: tuple[Range, ...], part_count: int) -> list[tuple[Range, ...]]
     return [cut(chunks, begin, end) for begin, end in pairwise(bounds)]
 
 
-def split_alternately(chunks: tuple[Range, ...], run_count: int) -> list[tuple[Range, ...]]:
-    """Split into two parts, of alternating runs of chunks, and of `run_count` runs together.
+def split_alternately(chunks: tuple[Range, ...], weights: Sequence[float]) -> list[tuple[Range, ...]]:
+    """Split into a part for each weight, of alternating runs of chunks: about as many as the weights of each part.
 
-    A target that reads all chunks in order always has about as many of one part as of the other.
+    A source that receives the chunks in order always has about its share of each part.
     """
-    runs = split(chunks, run_count)
-    return [normalise(tuple(piece for run in runs[part::2] for piece in run)) for part in range(2)]
+    total_weight = sum(weights)
+    parts: list[list[Range]] = [[] for _ in weights]
+    sizes = [0] * len(weights)
+    begun = 0
+    for run in split(chunks, max(len(weights), ALTERNATING_RUNS)):
+        begun += count(run)
+        lacking = [weight / total_weight * begun - size for weight, size in zip(weights, sizes, strict=True)]
+        index = lacking.index(max(lacking))
+        parts[index] += run
+        sizes[index] += count(run)
+    return [normalise(part) for part in parts]
 
 
 def cut(chunks: tuple[Range, ...], begin: int, end: int) -> tuple[Range, ...]:

@@ -30,10 +30,6 @@ LAST_CHUNK_SLOTS: Final = 4
 """Free slots of a target that also sends a last chunk: for two children, a target on its node, and this reader."""
 MIN_TREE_FEED: Final = 0.45
 """Fraction of a link that feeds one of the two trees at full speed."""
-ALTERNATING_RUNS: Final = 32
-"""Runs of chunks that alternate between two trees. The second tree waits for the first run, 1/32 of a transfer, and
-each run is a part of every plan.
-"""
 BURST_START: Final = range(16, 65)
 """Sizes of a first batch that others are expected to follow: its last link costs it less than it saves them. Larger
 batches arrived at once, and of smaller ones the spare capacity is near the source anyway.
@@ -139,7 +135,7 @@ def _chain(
     for demand in line:
         feeds = [feed for feed in feeds if state.free_slots(feed)]
         if feeds:
-            _read(state, demand, zip(feeds, split(_all_chunks(demand), len(feeds)), strict=False))
+            _read(state, demand, zip(feeds, _parts(state, demand, feeds, len(feeds)), strict=False))
             if state.free_slots(demand.target) > bool(followers[demand.fork_id]):
                 feeds = [demand.target]
     return feeds
@@ -153,7 +149,7 @@ def two_trees(
 ) -> None:
     """Assign the line to two trees below its sources; with `able` (by fork_id) the roots read storage."""
     below_relays = bool(feeds) and not feeds[0].complete
-    halves = _halves(state, line[0], feeds)
+    halves = _parts(state, line[0], feeds, 2)
     both = trees.two_trees(
         len(line),
         spare_at_top=below_relays or (bool(feeds) and len(line) in BURST_START),
@@ -186,26 +182,26 @@ def two_trees(
         _read(state, demand, shares, storage)
 
 
-def _halves(state: PlanState, demand: ForkDemand, feeds: Sequence[Source]) -> list[tuple[Range, ...]]:
-    """Return the chunks of each tree: the halves of the image, or alternating runs of chunks.
+def _parts(state: PlanState, demand: ForkDemand, feeds: Sequence[Source], count: int) -> list[tuple[Range, ...]]:
+    """Return the chunks of the lines or trees below the feeds: runs of the image, or alternating short runs.
 
-    A relay reads from one source mostly in order: if that source sends it both halves, the second tree would have
-    nothing to do until the first has its half.
+    A relay that reads from one source mostly reads in order: it would have nothing for the last part until it has the
+    chunks before it.
     """
     all_chunks = _all_chunks(demand)
-    halves = split(all_chunks, 2)
-    if all(feed.complete or _receives_together(state, feed, halves) for feed in feeds):
-        return halves
-    return split_alternately(all_chunks, ALTERNATING_RUNS)
+    parts = split(all_chunks, count)
+    if all(feed.complete or _receives_together(state, feed, parts) for feed in feeds):
+        return parts
+    return split_alternately(all_chunks, [1.0] * len(parts))
 
 
-def _receives_together(state: PlanState, relay: Source, halves: Iterable[tuple[Range, ...]]) -> bool:
-    """Return True if a relay reads each half from other sources than the other half, so both at the same time."""
-    first, second = (
-        {share.source_id for share in state.shares(relay.instance_id) if intersect(share.chunks, half)}
-        for half in halves
-    )
-    return first.isdisjoint(second)
+def _receives_together(state: PlanState, relay: Source, parts: Sequence[tuple[Range, ...]]) -> bool:
+    """Return True if a relay reads each part from other sources than the other parts, so all at the same time."""
+    sources = [
+        {share.source_id for share in state.shares(relay.instance_id) if intersect(share.chunks, part)}
+        for part in parts
+    ]
+    return sum(map(len, sources)) == len(set[str]().union(*sources))
 
 
 def _feeds_by_half(state: PlanState, feeds: Sequence[Source], halves: Sequence[tuple[Range, ...]]) -> Sequence[Source]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple
 
-from planner.policy.chunk_split import cut
+from planner.policy.chunk_split import cut, split_alternately
 from planner.policy.plan_state import IDLE_LOAD
 from planner.policy.transports import TransportCost
 from planner.policy.types import Source, distance, link_fraction
@@ -70,10 +70,17 @@ def split_among(
 def _split_by_capacity(
     target: Source, unassigned: tuple[Range, ...], options: list[SourceOption]
 ) -> list[tuple[Source, tuple[Range, ...]]]:
-    """Assign each source a part in proportion to its spare rate; of few chunks, some get none."""
+    """Assign each source a part in proportion to its spare rate; of few chunks, some get none.
+
+    A relay mostly receives its chunks in order, so it has alternating runs of them: it would have nothing of a last
+    part for long.
+    """
     rates = [option.source.egress_rate or 0.0 for option in options]
     link = target.ingress_rate or max(rates)
     spare_rates = [link_fraction(option.source, link) * option.spare_egress for option in options]
+    if not all(option.source.complete for option in options):
+        parts = split_alternately(unassigned, spare_rates)
+        return [(option.source, part) for option, part in zip(options, parts, strict=True) if part]
     total, total_spare = count(unassigned), sum(spare_rates)
     shares: list[tuple[Source, tuple[Range, ...]]] = []
     begin, offset = 0, 0.0

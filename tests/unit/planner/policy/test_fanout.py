@@ -7,7 +7,7 @@ from math import ceil, log2
 
 import pytest
 
-from planner.policy.fanout import ALTERNATING_RUNS
+from planner.policy.chunk_split import ALTERNATING_RUNS
 from planner.policy.group_plan import plan
 from planner.policy.types import ForkDemand, GroupView, HostLocation, Source
 from rfork.image.ranges import Range, count, intersect
@@ -200,6 +200,17 @@ def test_a_node_leader_with_one_slot_serves_its_own_node() -> None:
         loading("b", chunk_count=CHUNK_COUNT),
     ]
     assert {"a0": {"b": ALL}, "a1": {"a0": ALL}, "b": {"s": ALL}} == plan_reads(group(source("s")), arrivals)
+
+
+def test_a_line_below_two_relays_waits_for_neither() -> None:
+    """Each has half of its link to spare, and receives in order: the line reads alternating chunks from both."""
+    every_chunk, low, high = ((0, 12),), ((0, 6),), ((6, 12),)
+    relays = [loading("a", max_readers=4), loading("b", max_readers=4), loading("c", max_readers=0)]
+    reads = {"a": {"s": every_chunk}, "b": {"s": every_chunk}, "c": {"a": low, "b": high}}
+    fleet = group(seed("s", max_readers=2), *relays, reads=reads)
+    line = plan_reads(fleet, [loading(f"t{index}", max_readers=1) for index in range(3)])
+    even, odd = (tuple((chunk, chunk + 1) for chunk in range(begin, 12, 2)) for begin in (0, 1))
+    assert {"t0": {"a": even, "b": odd}, "t1": {"t0": every_chunk}, "t2": {"t1": every_chunk}} == line
 
 
 def test_a_late_target_reads_from_the_end_of_the_line() -> None:
